@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanodag.errors import MissingTool
 from nanodag.external_envs import verifiers_process
-from nanodag.inference import sglang_install
+from nanodag.inference import engine_install
 from tests.team.postgres import missing
 
 
@@ -19,7 +19,12 @@ def _or_skip(find: Callable[[], Path]) -> Path:
 
 def sglang_python() -> Path:
     """That of SGLang's server on a CPU."""
-    return _or_skip(lambda: sglang_install.find_python("auto", "cpu"))
+    return _or_skip(lambda: engine_install.find_python("auto", "cpu"))
+
+
+def vllm_python() -> Path:
+    """That of vLLM's engine on a CPU."""
+    return _or_skip(lambda: engine_install.find_python("auto", "cpu", "vllm"))
 
 
 def verifiers_python() -> Path:

@@ -309,7 +309,7 @@ def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
         if value == neutral:
             continue
         if not model.is_sglang:
-            raise Refused(f"{name} needs the engine sglang; {model.name} has the embedded one", param=name)
+            raise Refused(f"{name} needs the engine sglang; {model.name} has another", param=name)
         params[wire_name] = value
     if model.is_sglang and body.logit_bias:
         params["logit_bias"] = body.logit_bias

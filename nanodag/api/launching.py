@@ -12,8 +12,8 @@ from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors import BadRequest, SourceError
 from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_install import Device
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import (
     check_same_shape,
     check_sglang,
@@ -48,7 +48,7 @@ def served_model(
     token = secrets.token_hex(16)  # engines answer this process alone
     # What the engine would refuse after a start of seconds is refused here.
     architecture = read_checkpoint(folder).architecture if args.engine == "embedded" else None
-    if architecture is None:
+    if args.engine == "sglang":
         check_sglang(folder, context, "--engine")
 
     def connect(url: str) -> SamplerClient:
@@ -115,14 +115,18 @@ def _settings(args: argparse.Namespace, device: Device, context: int, token: str
         )
     num_gpus = len(visible_gpus()) if device == "cuda" else 1
     sharing = -(-args.replicas * num_models * args.tensor_parallel // num_gpus)
+    memory = SGLANG_MEMORY[device] / sharing
+    # With its tokenizer: grammars need it, and so does text by /generate.
+    options = {"skip-tokenizer-init": False, "grammar-backend": "xgrammar"}
+    if args.engine == "vllm":  # a share of the device on a GPU, and a size on a CPU, where it would take a half
+        options = {"gpu_memory_utilization": memory} if device == "cuda" else {}
     return EngineSettings(
         dtype="auto" if device == "cuda" else "float32",
         context_length=context,
         start_timeout_s=SGLANG_START_S,
         python=args.python,
         tensor_parallel=args.tensor_parallel,
-        memory_fraction=SGLANG_MEMORY[device] / sharing,
-        # With its tokenizer: grammars need it, and so does text by /generate.
-        options={"skip-tokenizer-init": False, "grammar-backend": "xgrammar"},
+        memory_fraction=memory,
+        options=options,
         **shared,
     )

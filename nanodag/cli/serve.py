@@ -15,7 +15,7 @@ from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
 
 if TYPE_CHECKING:
-    from nanodag.inference.sglang_install import Device
+    from nanodag.inference.engine_install import Device
     from nanodag.inference.sglang_options import Option
 
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
@@ -70,7 +70,7 @@ def serve(
     follow: Annotated[
         bool, typer.Option("--follow", help="The newest weights of a run under way, each as it comes.")
     ] = False,
-    engine: Annotated[str, typer.Option(help="embedded, or sglang where that is installed.")] = "embedded",
+    engine: Annotated[str, typer.Option(help="embedded, or sglang or vllm where that is installed.")] = "embedded",
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Engines of each model.")] = 1,
     served_model_name: Annotated[
         str, typer.Option(metavar="NAME", help="Of the first model, in place of its own.")
@@ -120,7 +120,7 @@ def serve(
 
 def serve_sampler(
     model: Annotated[str, typer.Option(metavar="MODEL", help="A folder, a model of the hub, or RUN:STAGE.")],
-    engine: Annotated[str, typer.Option(help="embedded, sglang, or auto as the stage would choose here.")] = "auto",
+    engine: Annotated[str, typer.Option(help="embedded, sglang, vllm, or auto as the stage would choose.")] = "auto",
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535, help="Of the server.")] = 30000,
     api_key_file: Annotated[
@@ -157,6 +157,7 @@ def serve_sampler(
     from nanodag.config.derive_sampler import engine_of, this_machine
     from nanodag.engines.start import foreground_command
     from nanodag.inference.addresses import keys_for
+    from nanodag.inference.engine_install import TITLES
     from nanodag.inference.engine_settings import EngineSettings
     from nanodag.inference.number_formats import DTYPES
     from nanodag.model.architecture import check_sglang
@@ -165,13 +166,13 @@ def serve_sampler(
     device = cast("Device", machine.device)
     if engine == "auto":
         engine, _ = engine_of(machine, device, None)
-    if engine not in ("embedded", "sglang"):
-        raise ConfigError(f"--engine {engine!r} is neither embedded nor sglang nor auto.")
+    if engine not in ("embedded", *TITLES):
+        raise ConfigError(f"--engine {engine!r} is none of embedded, sglang, vllm and auto.")
     if dtype == "auto":
         dtype = "bfloat16" if machine.multiplies_bf16_fast(device) else "float32"
     if dtype not in DTYPES.values():
         raise ConfigError(f"--dtype {dtype!r} is neither float32 nor bfloat16 nor auto.")
-    if engine == "sglang" and (deterministic or allow_host):
+    if engine != "embedded" and (deterministic or allow_host):
         raise ConfigError("--deterministic and --allow-host are of engine embedded; leave them out.")
     further: dict[str, Any] = dict(map(_option, option or []))
     for name in further:

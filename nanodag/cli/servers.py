@@ -111,41 +111,46 @@ def install(
     cpu: Annotated[
         bool | None, typer.Option("--cpu/--cuda", help="For a CPU (3.2 GB) or CUDA (some 11 GB). Default: by hardware.")
     ] = None,
+    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Whose environment.")] = "sglang",
     folder: Annotated[
         str,
-        typer.Option(metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu or -cuda."),
+        typer.Option(
+            metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu, -cuda, vllm-cpu or -cuda."
+        ),
     ] = "",
     if_supported: Annotated[
-        bool, typer.Option("--if-supported", help="For CUDA, and only where SGLang runs on this machine's GPUs.")
+        bool, typer.Option("--if-supported", help="For CUDA, and only where it runs on this machine's GPUs.")
     ] = False,
 ) -> None:
-    """Make SGLang's environment.
+    """Make the environment of SGLang or vLLM.
 
     It takes 2 to 20 minutes, by network and disk. Interrupted, it goes on when called again. What pip says lies in
     install.log in the environment's folder.
 
     \b
     nanodag sampler install --cpu
+    nanodag sampler install --cuda --engine vllm
     """
     from nanodag.cli.live_table import Shown
     from nanodag.host.machine import usable_gpus
-    from nanodag.inference.sglang_install import PYTHON_VARIABLE, glibc_version, sglang_environment, why_not_on
-    from nanodag.inference.sglang_install import install as install_sglang
+    from nanodag.inference.engine_install import TITLES, engine_environment, glibc_version, why_not_on
+    from nanodag.inference.engine_install import install as install_engine
 
     gpus = usable_gpus()
     device: Literal["cpu", "cuda"] = "cpu" if cpu or (cpu is None and not gpus) else "cuda"
-    why_not = why_not_on(gpus, glibc_version()) if if_supported or device == "cuda" else ""
-    if if_supported and (why_not or PYTHON_VARIABLE in os.environ):
+    why_not = why_not_on(gpus, glibc_version(), engine) if if_supported or device == "cuda" else ""
+    environment = engine_environment(device, engine)
+    if if_supported and (why_not or environment.variable in os.environ):
         if gpus:
-            typer.echo(f"SGLang is left out: {why_not or f'{PYTHON_VARIABLE} names one'}", err=True)
+            typer.echo(f"{TITLES[engine]} is left out: {why_not or f'{environment.variable} names one'}", err=True)
         return
     if why_not:
         typer.echo(f"It will not run here: {why_not}", err=True)
     with Shown() as shown:
-        where = Path(folder).absolute() if folder else sglang_environment(device).folder
-        python = install_sglang(device, where, shown.say, show=shown)
+        where = Path(folder).absolute() if folder else environment.folder
+        python = install_engine(device, where, shown.say, guest=engine, show=shown)
     if folder:
-        typer.echo(f"Name it to those who use it: sampler.python, or {PYTHON_VARIABLE}={python}")
+        typer.echo(f"Name it to those who use it: sampler.python, or {environment.variable}={python}")
 
 
 sampler_app.command("serve")(serve_sampler)

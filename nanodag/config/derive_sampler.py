@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_parts import SGLANG_ONLY, EngineConfig, SamplerConfig
+from nanodag.config.rl_parts import GUESTS_ONLY, EngineConfig, SamplerConfig
 from nanodag.config.section import Filler, Part
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.engine_install import SGLANG_CAPABILITY, engine_environment
 from nanodag.inference.number_formats import width_of
-from nanodag.inference.sglang_install import PYTHON_VARIABLE, SGLANG_CAPABILITY, sglang_environment
 from nanodag.inference.sglang_options import check_no_window
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def this_machine() -> Machine:
     machine = detect()
     if machine.gpu is None:
         return machine
-    installed = sglang_environment("cuda")
-    is_here = bool(os.environ.get(PYTHON_VARIABLE)) or installed.is_installed(installed.folder)
+    installed = engine_environment("cuda")
+    is_here = bool(os.environ.get(installed.variable)) or installed.is_installed(installed.folder)
     return replace(machine, sglang=is_here)
 
 
@@ -92,7 +92,7 @@ def room_for_cache(machine: Machine, device: str, sampler: EngineConfig, share: 
     for all replicas."""
     if device != "cuda" or machine.gpu is None:
         return int(share * machine.memory / replicas)
-    usable = SGLANG_STATIC if sampler.engine == "sglang" else 1.0
+    usable = 1.0 if sampler.engine == "embedded" else SGLANG_STATIC
     return int(share * usable * machine.gpu.memory * sampler.tensor_parallel)
 
 
@@ -114,8 +114,8 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     share = fill("memory_fraction", *_share(stage))
     room = room_for_cache(machine, device, fill.filled, share, replicas // max(1, config.nodes))
-    if model is not None:  # the embedded engine holds its weights twice while they change
-        room -= model.total * width_of(precision) * (2 if engine == "embedded" else 1)
+    if model is not None:  # all but SGLang hold their weights twice while they change
+        room -= model.total * width_of(precision) * (1 if engine == "sglang" else 2)
     rollout = stage.rollout
     samples = max(rollout.over_sampling, rollout.prompts_per_step) * rollout.samples_per_prompt
     at_once, why = min(samples, MAX_BATCH["cuda"] * replicas), f"{samples} samples a step"
@@ -125,7 +125,7 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     else:
         slot = slot_tokens(context) * model.token_bytes(width_of(precision))
         fitting = max(1, room // slot) * replicas
-        if engine == "embedded":  # SGLang shares its cache out by the page, as far as samples have come
+        if engine == "embedded":  # the others share their cache out by the page, as far as samples have come
             at_once, why = min(at_once, fitting), f"{why}, {fitting} fit"
         max_batch = fill("max_batch", max(replicas, at_once), why)
         if engine == "embedded" and max_batch > fitting:
@@ -133,13 +133,13 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
         each = -(-max_batch // replicas)
         why = f"{each} samples of {context} tokens, at most {_gib(room)} a replica"
         fill("cache_bytes", max(slot, min(each * slot, room)), why)
-    fill("start_timeout_s", 900.0 if engine == "sglang" else 120.0, f"engine {engine}")
+    fill("start_timeout_s", 120.0 if engine == "embedded" else 900.0, f"engine {engine}")
     of_weights = Filler(stage.weights, f"{name}.weights", origins)
     sync, why = weights_way(stage, replicas * tensor_parallel)
     of_weights("sync", "distributed" if sync == "nccl" else sync, why)
     if sync == "nccl" and stage.weights.sync == "auto":
         of_weights.updates["sync_backend"] = "nccl"
-    is_blind = (engine == "sglang" and device == "cuda") or tensor_parallel > 1
+    is_blind = engine == "vllm" or (engine == "sglang" and device == "cuda") or tensor_parallel > 1
     why = f"engine {engine} on {device}" + ", whose weights cannot be verified yet" * is_blind
     of_weights("sync_check_every", 0 if is_blind else VERIFY_EVERY, why)
     coarsest = "bf16" if "bf16" in (stage.optimizer.precision, precision) else "fp32"
@@ -162,7 +162,7 @@ def _filled_engine(
     best, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", best, f"{machine}: {why}")
     if engine != "embedded":
-        if model is not None:
+        if model is not None and engine == "sglang":
             check_no_window(model.window, context, f"{fill.name}.engine")
         return engine, config.tensor_parallel
     if best == "sglang" and not is_of_others and model is not None and model.total > LARGEST_EMBEDDED:
@@ -173,12 +173,12 @@ def _filled_engine(
         )
     if config.tensor_parallel > 1:
         raise ConfigError(
-            f"{fill.name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "
+            f"{fill.name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with sglang or vllm only, and "
             f"{fill.name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
             "machine, say which: --on 8xH100+sglang."
         )
     fields = type(config).model_fields
-    fill.updates |= {name: fields[name].get_default(call_default_factory=True) for name in SGLANG_ONLY}
+    fill.updates |= {name: fields[name].get_default(call_default_factory=True) for name in GUESTS_ONLY}
     return engine, 1
 
 

@@ -184,6 +184,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
         and (s.rollout.partial_rollouts == "mask" or s.rollout.max_staleness < 2),
     # where samplers lie
     "shared_staleness": lambda s: s.placement == "shared" and s.rollout.is_sampled and s.rollout.max_staleness,
+    "shared_vllm": lambda s: s.placement == "shared" and s.sampler.engine == "vllm",
     "shared_others": lambda s: s.placement == "shared" and s.sampler.has_others,
     "lends_states": lambda s: s.placement not in ("shared", "auto") and s.lends_states is True,
     "gpus_placement": lambda s: s.placement in ("beside", "shared") and s.sampler.gpus not in ("auto", ()),
@@ -192,14 +193,14 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "separate_cpu": lambda s: s.placement == "separate" and s.resources.device == "cpu" and not s.sampler.nodes,
     "deterministic_gpu": lambda s: s.sampler.deterministic is True and s.resources.device == "cuda",
     # how weights reach them
-    "lora_sync": lambda s: s.weights.lora_sync == "adapter" and (s.sampler.engine == "sglang" or s.sampler.has_others),
+    "lora_sync": lambda s: s.weights.lora_sync == "adapter" and (s.guest is not None or s.sampler.has_others),
     "nccl_cpu": lambda s: s.weights.sync_backend == "nccl" and s.resources.device == "cpu",
     "nccl_placement": lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared")
         and not s.sampler.has_others,
     "rollouts_sync": lambda s: s.only == "rollouts" and s.sampler.has_others and s.weights.sync not in ("disk", "auto"),
     "check_tensor_parallel": lambda s: s.weights.sync_check_every not in ("auto", 0) and s.sampler.tensor_parallel > 1,
-    "check_sglang": lambda s: s.weights.sync_check_every not in ("auto", 0) and s.sampler.engine == "sglang"
-        and s.resources.device == "cuda",
+    "check_guest": lambda s: s.weights.sync_check_every not in ("auto", 0) and s.guest is not None
+        and "cuda" in (s.resources.device, "cuda" if s.sampler.engine == "vllm" else ""),
 }
 UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] = (
     (lambda s: not s.rollout.overlong_buffer, ("overlong_penalty",), "[overlong_buffer]"),

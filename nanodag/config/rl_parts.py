@@ -24,13 +24,14 @@ from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
 from nanodag.inference.addresses import parse_address
+from nanodag.inference.engine_install import TITLES
 from nanodag.inference.sglang_options import check_options
 
 MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
 # After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
 _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 PROGRAM_OPTIONS = ("command", "folder", "library", "python")
-SGLANG_ONLY = ("python", "tensor_parallel", "options")
+GUESTS_ONLY = ("python", "tensor_parallel", "options")
 
 
 class EntryConfig(Section):
@@ -199,24 +200,24 @@ class GenerateConfig(EntryConfig):
 
 
 class EngineConfig(Section):
-    """The engine of samplers. All but `engine` is for `sglang` alone; `engine: auto` leaves it out where it takes the
-    embedded one."""
+    """The engine of samplers. All but `engine` is for `sglang` and `vllm`; `engine: auto` leaves it out where it takes
+    the embedded one."""
 
-    engine: Literal["embedded", "sglang"] | Auto = "auto"
-    """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
-    `auto`: SGLang on GPUs where it is installed."""
+    engine: Literal["embedded", "sglang", "vllm"] | Auto = "auto"
+    """`embedded`: the sampler of this package; `sglang`, `vllm`: SGLang or vLLM in an environment of its own, never
+    deterministic. `auto`: SGLang on GPUs where it is installed."""
     python: str = operational("auto", min_length=1)
-    """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
+    """SGLang's or vLLM's Python interpreter; `auto` for what `nanodag sampler install` made."""
     tensor_parallel: int = operational(1, ge=1, le=1024)
-    """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
+    """GPUs of one such server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
-    """Other options of SGLang's server, by name."""
+    """Other options of SGLang's server or vLLM's engine, by name."""
 
     @model_validator(mode="after")
     def _fits_its_engine(self) -> Self:
-        for name in SGLANG_ONLY if self.engine == "embedded" else ():
+        for name in GUESTS_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
+                raise ValueError(f"sampler.{name} means something to engines sglang and vllm only; leave it out")
         check_options(self.options)
         return self
 
@@ -255,8 +256,8 @@ class SamplerConfig(EngineConfig):
     """Bytes of one replica's keys and values. `auto`: what max_batch samples of `context` tokens take, as far as
     memory_fraction allows."""
     start_timeout_s: Seconds | Auto = operational("auto")
-    """Seconds without a sign of progress after which a sampler's start has failed. `auto`: 900 for SGLang, else
-    120."""
+    """Seconds without a sign of progress after which a sampler's start has failed. `auto`: 120 for the
+    embedded one, else 900."""
     request_timeout_s: Seconds = operational(600.0)
     """Seconds that a request may take."""
     health_timeout_s: Seconds = operational(60.0)
@@ -267,10 +268,10 @@ class SamplerConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _has_servers(self) -> "SamplerConfig":
-        if self.engine == "sglang" and self.deterministic is True:
+        if self.engine in TITLES and self.deterministic is True:
             raise ValueError(
-                "sampler.deterministic: true needs engine embedded; SGLang's samples depend on what runs beside "
-                "them. Set it to false, or leave it out"
+                f"sampler.deterministic: true needs engine embedded; samples of {self.engine} depend on what runs "
+                "beside them. Set it to false, or leave it out"
             )
         urls = [parse_address(text).url for text in self.urls]
         if twice := [url for number, url in enumerate(urls) if url in urls[:number]]:
@@ -407,8 +408,8 @@ class SampledStage(StageBase):
         return True
 
     @property
-    def sglang(self) -> SamplerConfig | None:  # type: ignore[override]
-        return self.sampler if self.has_samplers and self.sampler.engine == "sglang" else None
+    def guest(self) -> SamplerConfig | None:  # type: ignore[override]
+        return self.sampler if self.has_samplers and self.sampler.engine in TITLES else None
 
     @property
     def machines(self) -> dict[str, int]:

@@ -137,17 +137,27 @@ class Needed:
 
 def misfits(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
     """Faults of a server, by its answers to /model_info and /server_info; each with what to do."""
-    engine = "embedded" if server.get("engine") == "embedded" else "sglang"
+    engine = str(server.get("engine", "sglang"))
     if engine != needed.engine:
         return [f"it is engine {engine}, and the stage's sampler.engine is {needed.engine}: start that one"]
     faults = [] if model.get("is_generation") else ["its model does not generate"]
-    faults += (_embedded if engine == "embedded" else _sglang)(needed, model, server)
+    faults += (_embedded if engine == "embedded" else _guest)(needed, model, server)
     if needed.precision != (dtype := str(server.get("dtype"))):
         faults.append(
             f"its dtype is {dtype}, and the stage's sampler.precision means {needed.precision}: start it with --dtype "
             f"{needed.precision}"
         )
     return faults
+
+
+def _of_shape(needed: Needed, model: Mapping[str, Any]) -> list[str]:
+    architecture, ours = model.get("architecture"), json.loads(json.dumps(asdict(needed.architecture)))
+    theirs = architecture if isinstance(architecture, dict) else {}
+    return [
+        f"its model has {name} {theirs.get(name)}, the stage's {value}: serve the same model"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
 
 
 def _of_context(found: Any, needed: Needed, wanted: int) -> list[str]:
@@ -162,13 +172,7 @@ def _of_context(found: Any, needed: Needed, wanted: int) -> list[str]:
 def _embedded(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
     if server.get("version") != __version__:
         return [f"it is nanodag {server.get('version')}, and this is {__version__}: install the same on both machines"]
-    architecture, ours = model.get("architecture"), json.loads(json.dumps(asdict(needed.architecture)))
-    theirs = architecture if isinstance(architecture, dict) else {}
-    faults = [
-        f"its model has {name} {theirs.get(name)}, the stage's {value}: serve the same model"
-        for name, value in ours.items()
-        if theirs.get(name) != value
-    ]
+    faults = _of_shape(needed, model)
     if needed.is_deterministic and not server.get("deterministic"):
         faults.append("sampler.deterministic is true, and it is not deterministic: start it with --deterministic")
     if needed.is_deterministic and needed.numerics not in ("", server.get("numerics")):
@@ -180,11 +184,11 @@ def _embedded(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any
     return faults + _of_context(server.get("context_length"), needed, needed.context)
 
 
-def _sglang(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
-    faults = []
+def _guest(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
+    faults = _of_shape(needed, model) if needed.engine == "vllm" else []
     if "version" not in server or "weight_version" not in model:
         return ["it does not speak SGLang's protocol: no version, or no weight_version"]
-    if server["version"] != SGLANG_VERSION:
+    if needed.engine == "sglang" and server["version"] != SGLANG_VERSION:
         log.warning("A server is SGLang %s; %s is what was tested.", server["version"], SGLANG_VERSION)
     if model.get("model_type") != needed.architecture.model_type:
         faults.append(
@@ -192,7 +196,10 @@ def _sglang(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any])
             "the same model"
         )
     if not needed.keeps_prompts and not server.get("disable_radix_cache"):
-        faults.append("weights.sync_mode is in_place, which needs SGLang without its cache: --disable-radix-cache")
+        faults.append(
+            "weights.sync_mode is in_place, which needs it without its cache of prompts: SGLang's "
+            "--disable-radix-cache, vLLM's --option enable_prefix_caching=false"
+        )
     for name in ("dp_size", "pp_size", "nnodes"):  # what SGLang gives weights to has none of them
         if server.get(name, 1) != 1:
             faults.append(f"its {name} is {server[name]}, and such a server takes no weights: start it without")

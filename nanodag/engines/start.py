@@ -1,8 +1,8 @@
-"""Start of an engine's process by its description (`inference/engine_settings.py`): the embedded sampler, or SGLang.
+"""Start of an engine's process by its description (`inference/engine_settings.py`): embedded, SGLang or vLLM.
 
-SGLang runs in an environment of its own (`inference/sglang_install.py`), by way of `sglang_shim.py`, which says what it
-changes. A server ends with the process that started it (`inference/server_variables.py`), and is in its process group:
-a signal to the group reaches both.
+The latter two run in environments of their own (`inference/engine_install.py`), by way of `sglang_shim.py`, which says
+what it changes, and of `vllm_server.py`. A server ends with the process that started it
+(`inference/server_variables.py`), and is in its process group: a signal to the group reaches both.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from nanodag.host.processor import SHAPE_CACHES
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.threads import in_thread
 from nanodag.inference.cache_size import token_bytes
+from nanodag.inference.engine_install import find_python
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPE_BYTES
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
-from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.model.architecture import read_checkpoint
 
@@ -39,7 +39,14 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 EVERYWHERE, SOMEWHERE = "0.0.0.0", "192.0.2.1"  # an address that no machine has (RFC 5737): the way to it leads out
-SHIM = Path(__file__).with_name("sglang_shim.py")
+SHIM, VLLM = (Path(__file__).with_name(f"{name}.py") for name in ("sglang_shim", "vllm_server"))
+# Its threads on a CPU are those that it is given, and what it starts runs the top of its server's file.
+VLLM_VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": LOOPBACK,
+}
 CONTEXT_RESERVE = 8
 """Tokens of its context that SGLang keeps from a request. Requests are checked before they are sent."""
 # Given on a CPU. sleep-on-idle: its scheduler would take a whole core while it waits.
@@ -96,9 +103,9 @@ def start_engine(
     installed.
     """
     log_path = Path(log_path)
-    is_embedded = settings.engine == "embedded"
+    tells_port = settings.engine != "sglang"
     update: dict[str, object] = {} if elsewhere is None else {"host": elsewhere.host}
-    if is_embedded:
+    if tells_port:
         update["ready_file"] = ready_file = log_path.with_name(f"{log_path.name}.{secrets.token_hex(4)}.ready")
     elif not settings.port:
         update["port"] = free_port()
@@ -108,12 +115,12 @@ def start_engine(
     server = spawn(command, log_path=log_path, env=environment, token=settings.token)
 
     def answers() -> bool:
-        if is_embedded and not ready_file.exists():
+        if tells_port and not ready_file.exists():
             return False
-        port = json.loads(ready_file.read_text())["port"] if is_embedded else settings.port
+        port = json.loads(ready_file.read_text())["port"] if tells_port else settings.port
         server.url = f"http://{LOOPBACK if elsewhere is None else elsewhere.address}:{port}"
-        # The embedded one has told by its file; the link to another machine may be cut.
-        return (is_embedded and elsewhere is None) or is_healthy(f"{server.url}/health")
+        # Its file has told already; the link to another machine may be cut.
+        return (tells_port and elsewhere is None) or is_healthy(f"{server.url}/health")
 
     try:
         server.wait_until(answers, settings.start_timeout_s)
@@ -121,7 +128,7 @@ def start_engine(
         server.stop()
         raise
     finally:
-        if is_embedded:
+        if tells_port:
             ready_file.unlink(missing_ok=True)
     return server
 
@@ -149,10 +156,12 @@ def cache_tokens(model: Path, *, cache_bytes: int, dtype: str, context: int) -> 
 def command_of(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
     """Command of a process, and its whole environment but for its token. Raises MissingTool where SGLang is not
     installed."""
-    command = [sys.executable, "-m", "nanodag.sampler", settings.model_dump_json(exclude_defaults=True)]
-    environment = dict(os.environ)
+    described, environment = settings.model_dump_json(exclude_defaults=True), dict(os.environ)
+    command = [sys.executable, "-m", "nanodag.sampler", described]
     if settings.engine != "embedded":
-        command, environment = _sglang(settings)
+        environment = _guest_environment(settings)
+        python = str(find_python(settings.python, settings.device, settings.engine))
+        command = [python, str(VLLM), described] if settings.engine == "vllm" else [python, *_sglang(settings)]
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(settings.threads), OMP_WAIT_POLICY="PASSIVE")
     environment |= {"CUDA_VISIBLE_DEVICES": settings.gpus} if settings.gpus else {}
@@ -166,7 +175,7 @@ def foreground_command(settings: EngineSettings) -> tuple[list[str], dict[str, s
     return command, environment | {TOKEN_VARIABLE: settings.token}
 
 
-def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
+def _sglang(settings: EngineSettings) -> list[str]:
     context = None if settings.context_length is None else settings.context_length + CONTEXT_RESERVE
     most = context * settings.max_batch if context and settings.max_batch else None
     cache_tokens = min(filter(None, (settings.cache_tokens, most)), default=None)
@@ -187,20 +196,22 @@ def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
         **(CPU_OPTIONS if settings.device == "cpu" else {}),
         **{name.replace("_", "-"): value for name, value in settings.options.items()},
     }
-    python = find_python(settings.python, settings.device)
-    command = [str(python), str(SHIM), *arguments({n: v for n, v in options.items() if v is not None})]
-    return command, _sglang_environment(settings)
+    return [str(SHIM), *arguments({n: v for n, v in options.items() if v is not None})]
 
 
-def _sglang_environment(settings: EngineSettings) -> dict[str, str]:
-    """This process's, without what belongs to its own Python and its own torch, with SGLang's."""
+def _guest_environment(settings: EngineSettings) -> dict[str, str]:
+    """This process's, without what belongs to its own Python and its own torch, with the engine's."""
     foreign, ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), SHAPE_CACHES.items()
     environment = {
         name: value for name, value in os.environ.items() if name not in foreign and (name, value) not in ours
     }
     if address := settings.network or _network_of(settings.host):
         environment.update(network_environment(address))
-    environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1")
+    if settings.engine == "vllm":
+        environment.update(VLLM_VARIABLES)
+        return environment
+    environment.update(SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
     # The trainer may have set it for itself; SGLang's memory saver refuses to start with it.
     for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & environment.keys():
         fields = environment[name].split(",")

@@ -25,9 +25,9 @@ from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.results import Answer, Ending, answer_of
 from nanodag.evaluation.writing import InProcess, Replicas, SamplerSettings, replicas_for, start_sampler
 from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.engine_install import Device
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request, SamplingParams
-from nanodag.inference.sglang_install import Device
 from nanodag.model import cpu_linear
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder

@@ -23,15 +23,15 @@ from nanodag.host.folders import Scratch
 from nanodag.host.machine import visible_gpus
 from nanodag.host.threads import all_of
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_install import Device
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request
-from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.sampler.engine import Engine
 from nanodag.worker.job import stop_requested
 
-START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0}
+START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0, "vllm": 900.0}
 SGLANG_CONTEXT = 8192  # as far as the model has so many positions: no later benchmark needs another start
 REQUEST_TIMEOUT_S = 6 * 3600.0  # of silence; a sampler that dies is noticed at once
 
@@ -76,7 +76,8 @@ class SamplerSettings:
             cache_tokens=cache_tokens(self.folder, cache_bytes=int(config.cache_bytes), dtype=dtype, context=context),
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self.device == "cuda" else SHARE_OF_HOST,
-            options={"skip-tokenizer-init": False, **config.options},  # it finds stop strings in the text
+            # SGLang finds stop strings in the text.
+            options={**({"skip-tokenizer-init": False} if config.engine == "sglang" else {}), **config.options},
         )
 
 
@@ -87,7 +88,7 @@ def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> "
     Raises BadRequest for sizes that do not fit, SamplerLost where one does not start, MissingTool for a missing SGLang.
     """
     replicas = replicas_for(settings, flops)
-    if settings.config.engine == "sglang":  # its start takes a minute, and its cache is shared out by the token
+    if settings.config.engine != "embedded":  # its start takes a minute, and its cache is shared out by the token
         positions = read_checkpoint(settings.folder).architecture.max_positions
         return Replicas(settings, max(context, min(SGLANG_CONTEXT, positions)), replicas)
     return InProcess(settings, context) if replicas == 1 else Replicas(settings, context, replicas)

@@ -81,14 +81,14 @@ def gpu_faults(gpus: Sequence[ListedGpu], build: TorchBuild, python: str) -> lis
     return list(faults.values())
 
 
-def version_fault(ours: TorchBuild, theirs: TorchBuild, setting: str) -> str:
+def version_fault(ours: TorchBuild, theirs: TorchBuild, setting: str, who: str) -> str:
     """A sentence on why two environments cannot share a GPU's memory or an NCCL group; empty where they can, or where
-    a version is not known. setting: the one that asks for it, as `weights.sync=ipc`."""
+    a version is not known. setting: the one that asks for it, as `weights.sync=ipc`. who: has theirs."""
     pairs = [(ours.version.partition("+")[0], theirs.version.partition("+")[0]), (ours.nccl, theirs.nccl)]
     if all(not a or not b or a == b for a, b in pairs):
         return ""
     return (
-        f"{setting} needs one torch and one NCCL on both sides; the trainer has {ours}, SGLang {theirs}: make both "
+        f"{setting} needs one torch and one NCCL on both sides; the trainer has {ours}, {who} {theirs}: make both "
         "environments by ./speedrun.sh and `nanodag sampler install --cuda` of one version of nanodag, or set "
         "weights.sync=disk"
     )

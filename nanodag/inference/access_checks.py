@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
@@ -22,10 +22,12 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanodag.errors import ConfigError
 from nanodag.host.threads import cancelled
+from nanodag.inference.protocol import Body, json_object, parse_body
 
 log = logging.getLogger(__name__)
 
@@ -181,3 +183,14 @@ async def left_unless_read(answering_s: float) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         log.warning("A client read nothing of its answer for %g s and was left.", limit_s)
+
+
+def routes(method: str, endpoints: Iterable[Callable]) -> list[Route]:
+    """Routes to endpoints, each under its function's name."""
+    return [Route(f"/{endpoint.__name__}", endpoint, methods=[method]) for endpoint in endpoints]
+
+
+async def body_of(http: HttpRequest, model: type[Body]) -> Body:
+    """The validated body of a request; an empty one counts as {}. Raises BadRequest with what is wrong."""
+    raw = await http.body()
+    return parse_body(model, json_object(raw) if raw else {})

@@ -3,6 +3,8 @@
 A new option is a field here, and a line where it is used.
 """
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -13,7 +15,7 @@ from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.cache_size import DEFAULT_CACHE_BYTES
-from nanodag.inference.sglang_install import Device
+from nanodag.inference.engine_install import Device
 from nanodag.inference.sglang_options import Option
 
 
@@ -22,7 +24,7 @@ class EngineSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
-    engine: Literal["embedded", "sglang"] = "embedded"
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     model: Path = Path()
     base: Path | None = None
     """The model that the embedded engine merges adapters onto; `model` may then be a folder of them. None: `model`."""
@@ -49,7 +51,7 @@ class EngineSettings(BaseModel):
     start_timeout_s: float = 120.0
     """Without a sign of progress."""
 
-    # Of the embedded engine.
+    # Of the embedded engine, and partly of vLLM.
     cache_bytes: int = DEFAULT_CACHE_BYTES
     """Most that keys and values may take."""
     deterministic: bool = False
@@ -65,7 +67,7 @@ class EngineSettings(BaseModel):
     ready_file: Path | None = None
     """Gets `{"port": N, "pid": N}`, whole and once, when it answers."""
 
-    # Of SGLang.
+    # Of SGLang and vLLM.
     python: str = "auto"
     """Interpreter of its environment, as `sampler.python`."""
     tensor_parallel: int = 1
@@ -80,11 +82,18 @@ class EngineSettings(BaseModel):
         """Settings of one process of several: on GPUs of its own as far as there are so many, then shared."""
         update: dict[str, object] = {"model": model, "weight_version": str(version)}
         if self.device == "cuda" and not self.gpus:
-            each = self.tensor_parallel if self.engine == "sglang" else 1
+            each = self.tensor_parallel if self.engine != "embedded" else 1
             visible = visible_gpus()
             update["gpus"] = ",".join(visible[(number * each + n) % len(visible)] for n in range(each))
-        if self.engine == "sglang":  # it draws from one sequence
+        if self.engine != "embedded":  # it draws from one sequence
             update["seed"] = (self.seed or 0) + number
         elif self.deterministic:
             update["threads"] = 1
         return self.model_copy(update=update)
+
+    def tell_port(self, port: int) -> None:
+        """Write the file that says where a server answers, if it has one."""
+        if self.ready_file is not None:
+            partial = self.ready_file.with_suffix(".partial")
+            partial.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+            partial.rename(self.ready_file)

@@ -221,6 +221,19 @@ class GenerateBody(Wire):
             return f"{value}_{index}"
         return value[index] if isinstance(value, list) else value
 
+    def request(self, index: int, input_ids: Sequence[int], name: str) -> Request:
+        """Request of prompt ``index``, whose tokens these are. name: its rid where none is given."""
+        rid = self.of_prompt("rid", index)
+        return Request(
+            input_ids=input_ids,
+            params=self.of_prompt("sampling_params", index),
+            rid=rid if rid is not None else name,
+            return_logprob=self.of_prompt("return_logprob", index),
+            score_prompt=self.of_prompt("logprob_start_len", index) == 0,
+            top_logprobs=self.of_prompt("top_logprobs_num", index),
+            return_routed_experts=self.return_routed_experts,
+        )
+
 
 def _check_ids(value: Any) -> None:
     if not isinstance(value, list) or not value:

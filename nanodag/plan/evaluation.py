@@ -60,19 +60,19 @@ def planned_samplers(
 
     An embedded one has a slot of the whole context for each sample. used: tokens of it that samples fill as a rule: on
     a CPU, pages of the cache that nothing was written to are never taken. RL's takes new weights beside those it has.
-    SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which
-    memory_fraction, of the GPU or of the host's memory, leaves room.
+    The others share their cache out by the token; vLLM's new weights are beside those it has, too. Beside weights and
+    cache they have graphs and activations, for which memory_fraction, of the GPU or the host's memory, leaves room.
     """
     model, machine, device = case.model, case.machine, case.device
     width, parallel = width_of(precision), sampler.tensor_parallel
     token, room = model.token_bytes(width), int(sampler.cache_bytes) // parallel
-    if sampler.engine == "sglang":
+    if sampler.engine != "embedded":
         needed = context * token // parallel
         slots = max(0, min(slots, room // needed))
         whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
         share = int(memory_fraction * whole)
         held = {
-            "weights": width * model.total // parallel,
+            "weights": width * model.total * (2 if sampler.engine == "vllm" else 1) // parallel,
             "cache": room,
             "graphs and activations": share - int(SGLANG_STATIC * share),
         }
@@ -305,7 +305,7 @@ def _seconds(
         decoding = each.decoding_s(model, asked, context=context, at_once=max(1, samplers.at_once // count))
         if decoding is None:
             return None
-        seconds += decoding + (SGLANG_START_S if is_on_gpu and engine == "sglang" else 0.0)
+        seconds += decoding + (SGLANG_START_S if is_on_gpu and engine != "embedded" else 0.0)
     return seconds
 
 

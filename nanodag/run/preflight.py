@@ -24,7 +24,7 @@ from nanodag.errors import ConfigError, StageKilled
 from nanodag.errors.words import counted, size
 from nanodag.host.cuda import gpu_faults, torch_build, version_fault
 from nanodag.host.machine import detect, usable_gpus, usable_memory
-from nanodag.inference.sglang_install import find_python
+from nanodag.inference.engine_install import TITLES, find_python
 from nanodag.plan.make import check_plan
 from nanodag.store import write_json
 from nanodag.store.atomic import writing
@@ -65,9 +65,9 @@ def check_cuda(stages: Mapping[str, AnyStage]) -> None:
         return
     faults = [f"{next(iter(here))}.resources.device=cuda: {text}" for text in gpu_faults(gpus, ours, sys.executable)]
     for name, stage in here.items():
-        if stage.sglang is not None and stage.shares_torch:
-            theirs = torch_build(str(find_python(stage.sglang.python, "cuda")))
-            text = version_fault(ours, theirs, stage.shares_torch) if theirs is not None else ""
+        if stage.guest is not None and (engine := stage.guest.engine) in TITLES and stage.shares_torch:
+            theirs = torch_build(str(find_python(stage.guest.python, "cuda", engine)))
+            text = "" if theirs is None else version_fault(ours, theirs, stage.shares_torch, TITLES[engine])
             faults += [f"{name}.{text}"] if text else []
     if faults:
         raise ConfigError("\n  ".join(["GPUs of this machine:", *faults]))

@@ -39,7 +39,7 @@ from nanodag.errors import ConfigError, NanodagError
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, check_served, find_form, form_files, read_form
 from nanodag.external_envs.verifiers_process import module_file
-from nanodag.inference.sglang_install import find_python
+from nanodag.inference.engine_install import TITLES, find_python
 from nanodag.model.model_source import local_files, model_commit
 from nanodag.own_code.find import file_of, required_file, search_last
 from nanodag.own_code.functions import function_at
@@ -100,10 +100,10 @@ class Checks:
             if stage.is_served:
                 self._try(f"{name}.{where}", f"served {benchmark}", partial(check_served, benchmark))
             self._benchmark(f"{name}.{where}", benchmark, is_chat=stage.asks_in_chat)
-        if stage.sglang is not None and not self._only_names:
-            python, device = stage.sglang.python, stage.resources.device
-            assert device != "auto"  # derived
-            self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
+        if stage.guest is not None and not self._only_names:
+            python, device, engine = stage.guest.python, stage.resources.device, stage.guest.engine
+            assert device != "auto" and engine in TITLES  # derived
+            self._try(f"{name}.sampler.python", f"{engine} {python}", partial(find_python, python, device, engine))
         for external in stage.external_inputs():
             self._external(f"{name}.{external.setting}", external)
         for where, entry in found_in(stage, EntryConfig):

@@ -3,9 +3,7 @@
 Its one argument is its description (`nanodag.inference.engine_settings`). With port 0 the system chooses one.
 """
 
-import json
 import logging
-import os
 import socket
 import sys
 
@@ -72,10 +70,7 @@ def serve(settings: EngineSettings, listener: socket.socket) -> None:
     listener.listen()  # who comes as soon as it is said waits for the server
     port = listener.getsockname()[1]
     log.info("ready on port %d", port)
-    if settings.ready_file is not None:
-        partial = settings.ready_file.with_suffix(".partial")
-        partial.write_text(json.dumps({"port": port, "pid": os.getpid()}))
-        partial.rename(settings.ready_file)
+    settings.tell_port(port)
     uvicorn.Server(config).run(sockets=[listener])
     loop.stop()
 

@@ -11,17 +11,14 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from starlette.requests import Request as HttpRequest
-from starlette.routing import Route
-
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.threads import settle
-from nanodag.inference.protocol import Body, PauseMode, json_object, parse_body
+from nanodag.inference.protocol import PauseMode
 from nanodag.sampler.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -149,14 +146,3 @@ class Traffic:
             finally:
                 self._is_closed = False
                 self._changed.notify_all()
-
-
-def routes(method: str, endpoints: Iterable[Callable]) -> list[Route]:
-    """Routes to endpoints, each under its function's name."""
-    return [Route(f"/{endpoint.__name__}", endpoint, methods=[method]) for endpoint in endpoints]
-
-
-async def body_of(http: HttpRequest, model: type[Body]) -> Body:
-    """The validated body of a request; an empty one counts as {}. Raises BadRequest with what is wrong."""
-    raw = await http.body()
-    return parse_body(model, json_object(raw) if raw else {})

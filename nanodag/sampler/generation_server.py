@@ -28,7 +28,7 @@ from starlette.types import ExceptionHandler, Receive, Scope, Send
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.processor import numerics
-from nanodag.inference.access_checks import HANDLERS, unless_left
+from nanodag.inference.access_checks import HANDLERS, body_of, routes, unless_left
 from nanodag.inference.protocol import (
     AbortBody,
     Completion,
@@ -43,7 +43,7 @@ from nanodag.inference.protocol import (
 )
 from nanodag.sampler.device import held_memory, traced
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.engine_loop import EngineLoop, Traffic, body_of, routes
+from nanodag.sampler.engine_loop import EngineLoop, Traffic
 from nanodag.sampler.slots import ActiveRequest
 from nanodag.sampler.weight_endpoints import WeightEndpoints
 
@@ -124,18 +124,7 @@ class SamplerServer:
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 prompt = await self._token_ids(prompt)
-            rid = body.of_prompt("rid", index)
-            requests.append(
-                Request(
-                    input_ids=prompt,
-                    params=body.of_prompt("sampling_params", index),
-                    rid=rid if rid is not None else f"embedded-{next(self._numbers)}",
-                    return_logprob=body.of_prompt("return_logprob", index),
-                    score_prompt=body.of_prompt("logprob_start_len", index) == 0,
-                    top_logprobs=body.of_prompt("top_logprobs_num", index),
-                    return_routed_experts=body.return_routed_experts,
-                )
-            )
+            requests.append(body.request(index, prompt, f"embedded-{next(self._numbers)}"))
         return requests
 
     async def _token_ids(self, text: str) -> list[int]:

@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.access_checks import body_of, routes
 from nanodag.inference.protocol import EmptyBody
 from nanodag.inference.weight_bodies import (
     BeginUpdateBody,
@@ -34,14 +34,13 @@ from nanodag.inference.weight_bodies import (
 )
 from nanodag.sampler.adapters import AdapterBuilder
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.engine_loop import Traffic, body_of, routes
+from nanodag.sampler.engine_loop import Traffic
 from nanodag.sampler.fingerprints import fingerprints_of, overall
 from nanodag.sampler.shared_tensors import opened
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder
-from nanodag.sampler.weight_group import WeightGroup, find_store, split
+from nanodag.sampler.weight_group import WeightGroup, broadcast_of, join_group
 from nanodag.sampler.weights import NamedTensors, WeightsBuilder, read_tensors
 
-GROUP_TIMEOUT_S = 600.0
 RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
 
 
@@ -133,21 +132,10 @@ class WeightEndpoints:
         if body.group_name in self._groups:
             return _answer(False, f"there is a group {body.group_name!r} already: destroy it, or choose another name")
 
-        def join() -> WeightGroup:
-            store = find_store(body.master_address, body.master_port, GROUP_TIMEOUT_S)
-            return WeightGroup(
-                store,
-                name=body.group_name,
-                rank=body.rank_offset,
-                size=body.world_size,
-                timeout_s=GROUP_TIMEOUT_S,
-                backend=body.backend,
-            )
-
         if body.backend == "nccl" and self.engine.device.type != "cuda":
             return _answer(False, f"backend 'nccl' needs a GPU; this sampler is on {self.engine.device}: use gloo")
         try:
-            self._groups[body.group_name] = await asyncio.to_thread(join)
+            self._groups[body.group_name] = await asyncio.to_thread(join_group, body)
         except (RuntimeError, OSError) as error:
             return _answer(False, f"Failed to initialize custom process group: {error}.")
         return _answer(True, "Succeeded to initialize custom process group.")
@@ -179,7 +167,8 @@ class WeightEndpoints:
         group = self._groups.get(body.group_name)
         if self._session is not None and group is None:
             return _answer(False, f"there is no group {body.group_name!r}: call init_weights_update_group first")
-        return await self._receive("update_weights_from_distributed", body, partial(_broadcast_of, group, body))
+        receive = partial(broadcast_of, cast(WeightGroup, group), body)  # there is one where there is a session
+        return await self._receive("update_weights_from_distributed", body, receive)
 
     async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
         """Take one bucket out of memory that the sender shares. It is copied when this is answered."""
@@ -264,23 +253,6 @@ class WeightEndpoints:
 def _made_of(builder: WeightsBuilder | ClassWeightsBuilder | AdapterBuilder) -> Made:
     weights = builder.whole()
     return weights, weights.sums()
-
-
-def _broadcast_of(group: WeightGroup | None, body: ReceiveWeightsBody) -> dict[str, Tensor]:
-    """The tensors of one bucket. Raises RuntimeError when rank 0 is gone, or a tensor cannot be had."""
-    assert group is not None  # there is a session
-    dtypes = [getattr(torch, dtype) for dtype in body.dtypes]
-    if body.load_format == "flattened_bucket":
-        flat = torch.empty(body.num_bytes, dtype=torch.uint8, device=group.device)
-        group.broadcast(flat)
-        return split(flat, body.names, dtypes, body.shapes)
-    tensors = {
-        name: torch.empty(shape, dtype=dtype, device=group.device)
-        for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True)
-    }
-    for tensor in tensors.values():
-        group.broadcast(tensor)
-    return tensors
 
 
 def _now(version: str | None) -> str:

@@ -29,10 +29,12 @@ from nanodag.host.ports import address_towards
 from nanodag.host.threads import begun
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.nccl import VERSION_KEY
+from nanodag.inference.weight_bodies import InitGroupBody, ReceiveWeightsBody
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Device of a group's tensors by its backend."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+GROUP_TIMEOUT_S = 600.0
 
 
 def open_store(address: str, timeout_s: float, *, nccl: str = "") -> TCPStore:
@@ -49,6 +51,19 @@ def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
     """The store that rank 0 has opened. Raises RuntimeError when nothing answers there in time, or its NCCL has another
     version than this process's."""
     return BoundStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def join_group(body: InitGroupBody, rank: int = 0) -> "WeightGroup":
+    """Membership in the group of a request, whose rank 0 waits at the address: returns when all members are there.
+    rank: of this process among the sampler's. Raises RuntimeError or OSError where it does not come about."""
+    return WeightGroup(
+        find_store(body.master_address, body.master_port, GROUP_TIMEOUT_S),
+        name=body.group_name,
+        rank=body.rank_offset + rank,
+        size=body.world_size,
+        timeout_s=GROUP_TIMEOUT_S,
+        backend=body.backend,
+    )
 
 
 class WeightGroup:
@@ -152,4 +167,20 @@ def split(flat: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], sha
         tensors[name] = flat[begin:end].view(dtype).reshape(tuple(shape))
         begin = end
     assert begin == flat.numel(), f"{flat.numel()} bytes hold tensors of {begin}"
+    return tensors
+
+
+def broadcast_of(group: WeightGroup, body: ReceiveWeightsBody) -> dict[str, Tensor]:
+    """The tensors of one bucket. Raises RuntimeError when rank 0 is gone, or a tensor cannot be had."""
+    dtypes = [getattr(torch, dtype) for dtype in body.dtypes]
+    if body.load_format == "flattened_bucket":
+        flat = torch.empty(body.num_bytes, dtype=torch.uint8, device=group.device)
+        group.broadcast(flat)
+        return split(flat, body.names, dtypes, body.shapes)
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=group.device)
+        for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True)
+    }
+    for tensor in tensors.values():
+        group.broadcast(tensor)
     return tensors

@@ -18,7 +18,7 @@ from nanodag.errors import ConfigError
 from nanodag.host.cuda import TorchBuild, gpu_faults, torch_build, version_fault
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, Gpu, ListedGpu, machine_of
-from nanodag.inference.sglang_install import sglang_environment, why_not_on
+from nanodag.inference.engine_install import engine_environment, why_not_on
 from nanodag.run import preflight
 from tests.guest_pythons import sglang_python
 
@@ -124,7 +124,7 @@ def test_another_torch_of_sglang_is_refused_before_the_first_stage_where_weights
 
 def test_lists_of_packages_name_one_torch_and_one_nccl():
     on_cuda, on_cpu = pins_of(PROJECT / "constraints-cuda.txt"), pins_of(PROJECT / "constraints.txt")
-    for_cuda, for_cpu = (pins_of(sglang_environment(device).listed) for device in ("cuda", "cpu"))
+    for_cuda, for_cpu = (pins_of(engine_environment(device).listed) for device in ("cuda", "cpu"))
     assert on_cuda.items() <= for_cuda.items() and "nvidia-nccl-cu13" in on_cuda
     assert on_cuda.keys() & on_cpu.keys() == {"torch"}, "pip refuses two pins of a package"
     assert for_cpu.keys() < for_cuda.keys()
@@ -145,7 +145,7 @@ def test_the_list_for_cuda_is_what_sglang_asks_for():
     code = "import importlib.metadata as m, json; print(json.dumps([m.version('sglang'), m.requires('sglang')]))"
     done = subprocess.run([str(sglang_python()), "-c", code], capture_output=True, text=True, check=True)
     version, texts = json.loads(done.stdout)
-    pins = pins_of(sglang_environment("cuda").listed)
+    pins = pins_of(engine_environment("cuda").listed)
     assert pins["sglang"] == version
     machine = {"sys_platform": "linux", "platform_machine": "x86_64", "extra": ""}
     asked = [one for one in map(Requirement, texts) if one.marker is None or one.marker.evaluate(machine)]

@@ -16,7 +16,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, MissingTool, StageKilled
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.inference.sglang_install import PYTHON_VARIABLE
+from nanodag.inference.engine_install import PYTHON_VARIABLE
 from nanodag.rewards import sandbox
 from nanodag.rl.rollouts.rollout import Rollout, prompt_span, write_rollouts
 from nanodag.run.preflight import check_before_start

@@ -11,10 +11,10 @@ from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.evaluation import writing
 from nanodag.evaluation.evaluated_model import ONE_EMBEDDED, EvaluatedModel
 from nanodag.evaluation.writing import SamplerSettings, start_sampler
+from nanodag.inference.engine_install import engine_environment
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sglang_install import sglang_environment
 
-SGLANG = sglang_environment("cpu")
+SGLANG = engine_environment("cpu")
 
 
 def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, monkeypatch):

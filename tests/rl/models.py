@@ -13,7 +13,14 @@ from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
 
 def save_tiny_model(
-    folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: bool = False, num_layers: int = 2, bias: bool = False
+    folder: Path,
+    *,
+    vocabulary: int = 32,
+    seed: int = 0,
+    tied: bool = False,
+    num_layers: int = 2,
+    bias: bool = False,
+    head_dim: int = 8,
 ) -> Path:
     """A Qwen3 with random weights that make its choices clear, and a tokenizer of single bytes."""
     torch.manual_seed(seed)
@@ -23,7 +30,7 @@ def save_tiny_model(
         "num_hidden_layers": num_layers,
         "max_position_embeddings": 128,
     }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": bias}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim, "attention_bias": bias}
     config = Qwen3Config(vocab_size=vocabulary, tie_word_embeddings=tied, initializer_range=0.3, **sizes, **heads)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     save_tokenizer({bytes([value]): value for value in range(min(256, vocabulary - len(SPECIAL_TOKENS)))}, folder)

@@ -64,9 +64,9 @@ def on(num_ranks: int) -> dict[str, Any]:
     return {"resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
 
 
-def make_job(folder: Path, **config: Any) -> Job:
+def make_job(folder: Path, head_dim: int = 8, **config: Any) -> Job:
     """The job of a stage of two steps of 2 prompts x 4 samples x 8 tokens, its files in `folder`."""
-    model = save_tiny_model(folder / "model", vocabulary=VOCABULARY)
+    model = save_tiny_model(folder / "model", vocabulary=VOCABULARY, head_dim=head_dim)
     save_tokenizer(BYTES, model)
     (folder / "tiny_reward.py").write_text(REWARD)
     for name in ("vowels", "vowels_chat"):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from nanodag.errors import MissingTool
-from nanodag.inference.sglang_install import find_python
+from nanodag.inference.engine_install import find_python
 from tests.rl.operators import Operator
 from tests.rl.stages import make_job, metrics, run, same_in_the_end, start, wait_for_step
 

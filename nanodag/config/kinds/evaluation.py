@@ -18,6 +18,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, listed
+from nanodag.inference.engine_install import TITLES
 
 OVER_SAMPLES = re.compile(r"(avg|maj|pass)@([1-9][0-9]*)")
 """A metric over the samples of an item: its name, and how many samples it is of."""
@@ -245,8 +246,8 @@ class EvalStage(StageBase):
         return self.chat
 
     @property
-    def sglang(self) -> EvalSamplerConfig | None:  # type: ignore[override]
-        return self.sampler if self.sampler.engine == "sglang" else None
+    def guest(self) -> EvalSamplerConfig | None:  # type: ignore[override]
+        return self.sampler if self.sampler.engine in TITLES else None
 
     def num_gpus(self, available: int) -> int:
         """GPUs of one sampler at least."""

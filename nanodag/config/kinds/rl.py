@@ -95,7 +95,7 @@ class RLStage(SampledStage, TrainedStage):
         through_host = self.weights.sync == "disk" or (
             self.weights.sync == "distributed" and self.weights.sync_backend == "gloo"
         )
-        is_on_gpus = self.sglang is not None and self.resources.device == "cuda" and not self.sampler.has_others
+        is_on_gpus = self.guest is not None and self.resources.device == "cuda" and not self.sampler.has_others
         return f"weights.sync={self.weights.sync}" if is_on_gpus and not through_host else ""
 
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ class RLStage(SampledStage, TrainedStage):
             own = self.sampler.gpus
             return max([ranks + len(own), *(number + 1 for number in own)])  # a number counts from the node's first
         gpus = int(self.sampler.replicas) * self.sampler.tensor_parallel if self.has_samplers else 0
-        return max(ranks, gpus if self.sampler.engine == "sglang" else min(gpus, available))
+        return max(ranks, gpus if self.guest is not None else min(gpus, available))
 
     @property
     def trainer(self) -> sections.OptimizerSection:

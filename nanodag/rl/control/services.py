@@ -28,9 +28,9 @@ from nanodag.host.processor import numerics
 from nanodag.host.threads import LoopThread
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_install import TITLES, Device, find_python
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
-from nanodag.inference.sglang_install import Device, find_python
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.memory_turns import Lending
@@ -74,10 +74,11 @@ class Services:
             why = f"nanodag config --explain {job.name}.sampler.engine"
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
         sampler = self._config.sampler
-        if sampler.engine == "sglang":
+        if sampler.engine in TITLES:
             if self.num_samplers:
-                find_python(sampler.python, self._device)  # MissingTool now
-            check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
+                find_python(sampler.python, self._device, sampler.engine)  # MissingTool now
+            if sampler.engine == "sglang":
+                check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
             self._check_class()
         self._addresses = [parse_address(text) for text in sampler.urls]  # of servers of others
         self._urls_file = None if sampler.urls_file == "none" else Path(os.path.expandvars(sampler.urls_file))
@@ -165,7 +166,7 @@ class Services:
             "timeout_s": config.weights.sync_timeout_s,
             "address": "" if config.weights.sync_address == "auto" else self._network,
             "backend": config.weights.sync_backend,
-            "is_beside": config.sampler.engine == "embedded",  # SGLang loads each bucket as it comes
+            "is_beside": config.sampler.engine != "sglang",  # SGLang loads each bucket as it comes
         }
         if config.weights.sync == "distributed":
             return DistributedSync(self.samplers, ask, **options)
@@ -174,16 +175,16 @@ class Services:
         return SharedSync(self.samplers, ask, senders=senders, **options)
 
     def _check_class(self) -> None:
-        """Raise ConfigError for ways of weights that SGLang does not take of a class of transformers: it reads tensors
-        as in checkpoints, where experts lie apart, and is not asked for their fingerprints in its own layout."""
+        """Raise ConfigError for ways of weights that guests do not take of a class of transformers: they read tensors
+        as in checkpoints, where experts lie apart, and are not asked for their fingerprints in their own layout."""
         is_class = read_checkpoint(self._job.inputs["model"]).architecture.model_code == "transformers"
         needs = {"sync": "disk", "sync_check_every": 0}
         for setting, needed in needs.items():
             found = getattr(self._config.weights, setting)
             if is_class and found != needed:
                 raise ConfigError(
-                    f"{self._job.name}.weights.{setting} is {found}; with engine sglang and a model of model_code "
-                    f"transformers set it to {needed}."
+                    f"{self._job.name}.weights.{setting} is {found}; with engine {self._config.sampler.engine} and a model "
+                    f"of model_code transformers set it to {needed}."
                 )
 
     def _find_network(self) -> str:
@@ -297,14 +298,16 @@ class Services:
         dtype = DTYPES[config.precision]
         same = {"start_timeout_s", "cache_bytes", "deterministic", "python", "tensor_parallel"}
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
-        defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
+        is_vllm, is_in_place = config.engine == "vllm", self._config.weights.sync_mode == "in_place"
+        without_cache = {"enable_prefix_caching": False} if is_vllm else {"disable_radix_cache": True}
+        defaults = without_cache if is_in_place else {}
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
         if self._config.rollout.router_replay:
             defaults["enable_return_routed_experts"] = True
         return EngineSettings(
             base=self._job.inputs["model"] if self._gives_adapters else None,
-            engine="sglang" if config.engine == "sglang" else "embedded",  # derived
+            engine="embedded" if config.engine == "auto" else config.engine,  # derived
             device=self._device,
             dtype=dtype,
             max_batch=-(-int(config.max_batch) // self.num_samplers),

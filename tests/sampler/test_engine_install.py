@@ -13,8 +13,8 @@ from nanodag.engines.start import SHIM, command_of
 from nanodag.errors import MissingTool
 from nanodag.external_envs.package_environment import progress_of
 from nanodag.host.ports import address_towards, network_environment
+from nanodag.inference.engine_install import engine_environment, find_python, install
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.sglang_install import find_python, install, sglang_environment
 from nanodag.inference.sglang_options import arguments, check_options
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
@@ -45,7 +45,7 @@ def test_an_interrupted_installation_goes_on_and_a_finished_one_is_left_alone(en
     broken.touch()
     with pytest.raises(MissingTool, match=r"(?s)pip ended with code 1 after .*install\.log:.*no route to index"):
         install("cpu", environment, print, cpu_index=NOWHERE)
-    for_cpu, for_cuda = (sglang_environment(device) for device in ("cpu", "cuda"))
+    for_cpu, for_cuda = (engine_environment(device) for device in ("cpu", "cuda"))
     assert not for_cpu.is_installed(environment)
     broken.unlink()
     assert install("cpu", environment, print, cpu_index=NOWHERE) == environment / "bin" / "python"
@@ -104,14 +104,14 @@ def test_an_interpreter_is_the_configs_then_the_variables_then_that_of_the_defau
     assert str(find_python("auto", "cpu")) == sys.executable
     monkeypatch.delenv("NANODAG_SGLANG_PYTHON")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert sglang_environment("cpu").folder == tmp_path / "nanodag" / "sglang-cpu"
+    assert engine_environment("cpu").folder == tmp_path / "nanodag" / "sglang-cpu"
     with pytest.raises(MissingTool, match="nanodag sampler install --cpu"):
         find_python("auto", "cpu")
 
 
 def test_every_line_of_the_lists_pins_one_version():
     for device in ("cpu", "cuda"):
-        listed = sglang_environment(device).listed.read_text()
+        listed = engine_environment(device).listed.read_text()
         lines = [line for line in listed.splitlines() if not line.startswith("#")]
         assert "sglang==0.5.23" in lines and all(line.count("==") == 1 for line in lines)
 

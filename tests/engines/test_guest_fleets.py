@@ -1,4 +1,4 @@
-"""Two servers of SGLang that share prompts: a killed one is replaced, and both have the right weights."""
+"""Two servers of SGLang, or of vLLM, that share prompts: a killed one is replaced, both have the right weights."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from nanodag.engines.start import start_engine
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from tests.engines.samplers import with_samplers
-from tests.guest_pythons import sglang_python
+from tests.guest_pythons import sglang_python, vllm_python
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
 
@@ -18,25 +18,29 @@ START_S = 1500
 CONTEXT = 256
 
 
+HEADS = 32  # the least width that vLLM's attention has on a CPU
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+    return save_tiny_model(tmp_path_factory.mktemp("model"), head_dim=HEADS)
 
 
-@pytest.fixture(scope="module")
-def python():
-    return sglang_python()
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def engine(request):
+    """Its name, and settings of a server."""
+    python = {"sglang": sglang_python, "vllm": vllm_python}[request.param]()
+    return request.param, {"engine": request.param, "python": str(python)}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
-def test_two_sglang_servers_outlive_kills_and_have_the_right_weights(model, tmp_path, python):
-    other = save_tiny_model(tmp_path / "other", seed=5)
+def test_two_servers_outlive_kills_and_have_the_right_weights(model, tmp_path, engine):
+    other = save_tiny_model(tmp_path / "other", seed=5, head_dim=HEADS)
 
     def launch(number, path, version):
         settings = EngineSettings(
-            engine="sglang",
-            python=str(python),
+            **engine[1],
             dtype="float32",
             max_batch=8,
             context_length=CONTEXT // 2,
@@ -71,11 +75,14 @@ def test_two_sglang_servers_outlive_kills_and_have_the_right_weights(model, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
-def test_a_stage_with_two_sglang_servers_trains(tmp_path, python):
-    sampler = {"engine": "sglang", "context": 64, "max_batch": 16, "replicas": 2, "memory_fraction": 0.1}
-    job = make_job(tmp_path, sampler=sampler)
+@pytest.mark.parametrize("sync", ["disk", "distributed", "ipc"])
+def test_a_stage_with_two_servers_trains_on_what_they_said_of_its_own_weights(tmp_path, engine, sync):
+    sampler = {"engine": engine[0], "context": 64, "max_batch": 16, "replicas": 2, "memory_fraction": 0.1}
+    job = make_job(tmp_path, head_dim=HEADS, sampler=sampler, weights={"sync": sync}, num_steps=3)
     process = start(job, fresh=True)
     code = process.wait(timeout=START_S)
     log = (job.workspace / "worker.log").read_text()
     assert code == 0, log[-6000:]
-    assert [line["step"] for line in metrics(job)] == [1, 2]
+    lines = metrics(job)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["mismatch_absolute"] < 1e-4 for line in lines), [line["mismatch_absolute"] for line in lines]

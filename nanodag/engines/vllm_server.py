@@ -1,0 +1,468 @@
+"""vLLM's engine behind SGLang's protocol: a server that runs by the Python of vLLM's environment, not by ours.
+
+    python vllm_server.py '{"model": "DIR", ...}'    its description, as the embedded sampler's (`engine_settings.py`)
+
+vLLM's own server has other words for all of it. Here its `AsyncLLM` stands behind the endpoints that the client knows,
+and each of its workers is given `WeightReceiver`, in which tensors come to a whole model before vLLM loads them.
+
+vLLM starts its parts with multiprocessing's `spawn`, which runs the top of this file again in each of them. Of nanodag
+this file may import only what needs no more than torch, starlette and pydantic, which vLLM brings.
+
+Source: vllm 0.32.0, v1/engine/async_llm.py, sampling_params.py, outputs.py, v1/worker/worker_base.py.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+from base64 import b64decode, b64encode
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_ROOT = str(Path(__file__).resolve().parents[2])  # where nanodag is: not installed in vLLM's environment
+_WAS_THERE = _ROOT in sys.path
+if not _WAS_THERE:
+    sys.path.append(_ROOT)
+# ruff: noqa: E402 - what follows is found by that path, and what is not of nanodag is of vLLM's environment
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference import protocol as p
+from nanodag.inference import weight_bodies as w
+from nanodag.inference.access_checks import HANDLERS, Doors, body_of, bound_socket, routes, unless_left
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.server_variables import end_with_starter, take_token
+from nanodag.model.architecture import read_checkpoint
+from nanodag.sampler.shared_tensors import opened
+from nanodag.sampler.weight_group import WeightGroup, broadcast_of, join_group
+
+if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
+    end_with_starter()
+if not _WAS_THERE:
+    sys.path.remove(_ROOT)
+
+GREEDY_BELOW = 1e-5  # vLLM's own
+PAUSES: Mapping[p.PauseMode, str] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+
+
+class WeightReceiver:
+    """Further methods of each of vLLM's workers. An answer is what went wrong, "" for nothing: an error that is raised
+    in a worker comes without its reason. body: JSON, as vLLM's calls take nothing but plain values."""
+
+    rank: int
+    device: Any
+    _group: WeightGroup | None = None
+    _came: dict[str, Any]
+
+    def nanodag_join(self, body: str) -> str:
+        """Join a group whose rank 0 waits at the address, until all of its members are there."""
+        try:
+            self._group = join_group(w.InitGroupBody.model_validate_json(body), self.rank)
+        except (RuntimeError, OSError) as error:
+            return f"Failed to initialize custom process group: {error}."
+        return ""
+
+    def nanodag_leave(self) -> str:
+        """Leave it."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        return ""
+
+    def nanodag_begin(self) -> str:
+        """Forget what came of a session before."""
+        self._came = {}
+        return ""
+
+    def nanodag_receive(self, handles: list[str], body: str) -> str:
+        """Take one bucket, and keep it: of one's own handle, or of a broadcast where there are none."""
+        try:
+            if handles:
+                self._came |= opened(b64decode(handles[self.rank]), self.device)
+            elif self._group is not None:
+                self._came |= broadcast_of(self._group, w.ReceiveWeightsBody.model_validate_json(body))
+        except (RuntimeError, IndexError) as error:
+            return f"Failed to receive weights: {error}"
+        return ""
+
+    def nanodag_load(self) -> str:
+        """Sample with all that came."""
+        came, self._came = self._came, {}
+        self.reload_weights(weights_iterator=iter(came.items()))  # type: ignore[attr-defined] # the worker's
+        return ""
+
+
+class VllmServer:
+    """State and actions behind the endpoints, in one event loop. engine: an AsyncLLM. facts: told of it. refusal: what
+    it raises for a request that it does not take."""
+
+    def __init__(
+        self, engine: Any, settings: EngineSettings, facts: Mapping[str, Any], refusal: type[Exception]
+    ) -> None:
+        self.engine, self._facts, self._refusal = engine, facts, refusal
+        self.folder, self.version = read_checkpoint(settings.model), settings.weight_version
+        self._numbers = itertools.count()
+        self._in_flight: set[str] = set()
+        self._group = ""
+        self._session: w.BucketBody | str | None = None  # the last bucket that came, or what went wrong, "" for neither
+        self._one_at_a_time = asyncio.Lock()
+
+    def application(self) -> Starlette:
+        told = (self.health, self.health_generate, self.model_info, self.server_info)
+        changed = (
+            self.generate, self.pause_generation, self.continue_generation, self.abort_request, self.flush_cache,
+            self.update_weights_from_disk, self.init_weights_update_group,
+            self.destroy_weights_update_group, self.begin_weight_update, self.update_weights_from_distributed,
+            self.update_weights_from_tensor, self.end_weight_update,
+        )  # fmt: skip
+        failed = {kind: partial(_failed, status) for kind, status in ((BadRequest, 400), (SamplerError, 500))}
+        return Starlette(
+            routes=[*routes("GET", told), *routes("POST", changed)], exception_handlers=failed | dict(HANDLERS)
+        )
+
+    async def generate(self, http: HttpRequest) -> Response:
+        body = await body_of(http, p.GenerateBody)
+        requests = [body.request(index, ids, f"vllm-{next(self._numbers)}") for index, ids in enumerate(body.prompts())]
+        for request in requests:
+            self._check(request)
+        if body.stream and len(requests) == 1:
+            return StreamingResponse(self._events(requests[0]), media_type="text/event-stream")
+        groups = await unless_left(http, asyncio.gather(*map(self._last, requests)))
+        answers = [
+            p.completion_to_wire(one, return_logprob=request.return_logprob)
+            for request, group in zip(requests, groups, strict=True)
+            for one in group
+        ]
+        return JSONResponse(answers if body.is_batch or requests[0].params.n > 1 else answers[0])
+
+    def _check(self, request: p.Request) -> None:
+        if isinstance(request.input_ids, str):
+            raise BadRequest("text is for the embedded sampler and SGLang; send token ids")
+        architecture, params = self.folder.architecture, request.params
+        p.check_request(request, vocab_size=architecture.vocab_size, context_length=self._facts["context_length"])
+        if request.return_logprob and params.temperature >= GREEDY_BELOW and (params.top_p < 1 or params.top_k != -1):
+            raise BadRequest(
+                f"top_p {params.top_p:g} and top_k {params.top_k} change the log-probabilities that vLLM tells: leave "
+                "both out, or ask for none"
+            )
+        if request.return_routed_experts and not self._facts["enable_return_routed_experts"]:
+            raise BadRequest("routed experts are not kept: start it with the option enable_return_routed_experts")
+        if request.rid in self._in_flight:
+            raise BadRequest(f"rid {request.rid!r} belongs to a request in flight: choose another")
+
+    async def _last(self, request: p.Request) -> list[p.Completion]:
+        found: dict[int, p.Completion] = {}
+        async for part in self._parts(request, is_stream=False):
+            found |= part
+        return [found[index % len(found)] for index in range(request.params.n)]
+
+    async def _events(self, request: p.Request) -> AsyncIterator[bytes]:
+        """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
+        async with aclosing(self._parts(request, is_stream=True)) as parts:
+            async for part in parts:
+                for index, one in part.items():
+                    event = p.completion_to_wire(one, return_logprob=request.return_logprob) | {"index": index}
+                    yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def _parts(self, request: p.Request, *, is_stream: bool) -> AsyncGenerator[dict[int, p.Completion]]:
+        """Samples as they grow, or once when they have ended, by their index."""
+        rid = str(request.rid)
+        self._in_flight.add(rid)
+        try:
+            prompt, params = {"prompt_token_ids": list(request.input_ids)}, self._params(request, is_stream)
+            async with aclosing(self.engine.generate(prompt, params, rid)) as outputs:
+                async for output in outputs:
+                    yield {one.index: self._completion(request, output, one) for one in output.outputs}
+        except self._refusal as error:
+            raise BadRequest(str(error)) from error
+        finally:
+            self._in_flight.discard(rid)
+
+    def _params(self, request: p.Request, is_stream: bool) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        asked, room = request.params, self._facts["context_length"] - len(request.input_ids)
+        is_greedy = asked.temperature < GREEDY_BELOW
+        return SamplingParams(
+            **asked.model_dump(include={"top_p", "top_k", "ignore_eos", "skip_special_tokens"}),
+            n=1 if is_greedy else asked.n,  # it takes no more, as all are alike
+            temperature=0.0 if is_greedy else asked.temperature,
+            seed=asked.sampling_seed,
+            stop=list(asked.stop or ()),
+            stop_token_ids=[] if asked.ignore_eos else [*asked.stop_token_ids, *self.folder.eos_token_ids],
+            max_tokens=max(1, room if asked.max_new_tokens is None else asked.max_new_tokens),
+            logprobs=request.top_logprobs if request.return_logprob else None,
+            prompt_logprobs=request.top_logprobs if request.return_logprob and request.score_prompt else None,
+            include_stop_str_in_output=asked.no_stop_trim,
+            detokenize=self._facts["has_tokenizer"],
+            output_kind=RequestOutputKind.CUMULATIVE if is_stream else RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, request: p.Request, output: Any, one: Any) -> p.Completion:
+        """One sample: a CompletionOutput of vLLM's RequestOutput."""
+        num_new = len(one.token_ids) if request.params.max_new_tokens != 0 else 0
+        ids, prompt, most = list(one.token_ids)[:num_new], list(request.input_ids), request.top_logprobs
+        spans = [p.VersionSpan(version=s.version, start=s.start, end=s.end) for s in one.weight_versions or () if ids]
+        told = list(one.logprobs or ())[:num_new]
+        scored = list(output.prompt_logprobs or ())
+        return p.Completion(
+            rid=str(request.rid),
+            output_ids=ids,
+            logprobs=[place[token].logprob for token, place in zip(ids, told, strict=False)],
+            finish_reason=_reason(one, num_new),
+            weight_version=spans[-1].version if spans else self.version,
+            weight_versions=spans,
+            num_prompt_tokens=len(prompt),
+            num_cached_tokens=output.num_cached_tokens or 0,
+            text=one.text if self._facts["has_tokenizer"] else None,
+            prompt_ids=prompt if scored else (),
+            prompt_logprobs=[of and of[token].logprob for token, of in zip(prompt, scored, strict=False)],
+            top_logprobs=[_likeliest(of, most) for of in told] if most else (),
+            prompt_top_logprobs=[of and _likeliest(of, most) for of in scored] if most else (),
+            routed_experts=b64encode(one.routed_experts.astype("int32").tobytes()).decode()
+            if request.return_routed_experts
+            else "",
+        )
+
+    async def pause_generation(self, http: HttpRequest) -> Response:
+        mode = (await body_of(http, p.PauseBody)).mode
+        await self.engine.pause_generation(mode=PAUSES[mode], clear_cache=mode != "in_place")
+        return _done("Generation paused successfully.")
+
+    async def continue_generation(self, http: HttpRequest) -> Response:
+        await self.engine.resume_generation()
+        return _done("Generation continued successfully.")
+
+    async def abort_request(self, http: HttpRequest) -> Response:
+        """End requests with what they have. An unknown rid is no error: it may just have finished."""
+        body = await body_of(http, p.AbortBody)
+        meant = [r for r in self._in_flight if body.abort_all or r == body.rid or r.startswith(f"{body.rid}_")]
+        await self.engine.abort(meant)
+        return Response()
+
+    async def flush_cache(self, http: HttpRequest) -> Response:
+        if not await self.engine.reset_prefix_cache():
+            raise BadRequest("the cache is not flushed: samples are running on it; abort or retract them first")
+        return _done("Cache flushed.")
+
+    async def update_weights_from_disk(self, http: HttpRequest) -> Response:
+        """Wait for requests in flight, unless they are paused, then read the folder, unless it is of no use."""
+        body = await body_of(http, w.UpdateWeightsBody)
+        other = read_checkpoint(Path(body.model_path))
+        if other.architecture != self.folder.architecture or not list(other.path.glob("*.safetensors")):
+            raise BadRequest(f"{other.path} lacks weights, or is of another shape than {self.folder.path}; it is left")
+        async with self._one_at_a_time:
+            reload = partial(self.engine.collective_rpc, "reload_weights", kwargs={"weights_path": str(other.path)})
+            await self._change(reload, body.weight_version, is_flushed=body.flush_cache)
+        return _done("Succeeded to update model weights.")
+
+    async def init_weights_update_group(self, http: HttpRequest) -> Response:
+        body = await body_of(http, w.InitGroupBody)
+        if self._group:
+            raise BadRequest(f"there is a group {self._group!r} already: destroy it first")
+        await self._each("nanodag_join", body.model_dump_json())
+        self._group = body.group_name
+        return _done("Succeeded to initialize custom process group.")
+
+    async def destroy_weights_update_group(self, http: HttpRequest) -> Response:
+        if (await body_of(http, w.DestroyGroupBody)).group_name != self._group:
+            raise BadRequest("The group to be destroyed does not exist.")
+        self._group = ""
+        await self._each("nanodag_leave")
+        return _done("Succeeded to destroy custom process group.")
+
+    async def begin_weight_update(self, http: HttpRequest) -> Response:
+        body = await body_of(http, w.BeginUpdateBody)
+        if self._session is not None:
+            raise BadRequest("a weight-update session is already open; call end_weight_update() first")
+        if body.lora_scale is not None:
+            raise BadRequest("adapters alone are for the embedded sampler: set weights.lora_sync to merged")
+        self._session = ""
+        await self._each("nanodag_begin")
+        return _done("Success")
+
+    async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
+        """Have each worker receive one broadcast of rank 0."""
+        body = await body_of(http, w.ReceiveWeightsBody)
+        if not self._group or body.group_name != self._group:
+            raise BadRequest(f"there is no group {body.group_name!r}: call init_weights_update_group first")
+        return await self._receive(body)
+
+    async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
+        """Have each worker copy one bucket out of memory that the sender shares."""
+        return await self._receive(await body_of(http, w.ReceiveTensorsBody))
+
+    async def _receive(self, body: w.BucketBody) -> Response:
+        async with self._one_at_a_time:
+            if self._session is None:
+                raise BadRequest("buckets must come between begin_weight_update() and end_weight_update()")
+            handles = body.serialized_named_tensors if isinstance(body, w.ReceiveTensorsBody) else []
+            try:
+                await self._each("nanodag_receive", handles, "" if handles else body.model_dump_json())
+            except BadRequest as error:
+                self._session = str(error)
+                raise
+            self._session = self._session or body if isinstance(self._session, str) else body
+        return _done("Succeeded to update parameter online.")
+
+    async def end_weight_update(self, http: HttpRequest) -> Response:
+        """Load what came, if all of it did, between two tokens of what is paused or after requests in flight."""
+        async with self._one_at_a_time:
+            session, self._session = self._session, None
+            if session is None:
+                raise BadRequest("no weight-update session is open; call begin_weight_update() first")
+            if session and isinstance(session, str):
+                raise BadRequest(f"The old weights are kept: {session}")
+            if isinstance(session, w.BucketBody) and session.weight_version is not None:
+                load = partial(self.engine.collective_rpc, "nanodag_load")
+                await self._change(load, session.weight_version, is_flushed=session.flush_cache)
+        return _done("Success")
+
+    async def _change(self, change: Any, version: str | None, *, is_flushed: bool) -> None:
+        """Change weights while nothing is computed; requests that were paused before stay so. Where it fails this
+        process ends: they may be half of each."""
+        was_paused = await self.engine.is_paused()
+        if not was_paused:
+            await self.engine.pause_generation(mode="wait", clear_cache=is_flushed)
+        elif is_flushed:
+            await self.engine.reset_prefix_cache(reset_running_requests=True)
+        try:
+            await change()
+        except BaseException as error:  # noqa: BLE001 - whatever it is
+            _end(f"weights could not be changed, and may be half of each: {error}")
+        if version is not None:
+            await self.engine.update_weight_version(version)
+            self.version = version
+        if not was_paused:
+            await self.engine.resume_generation()
+
+    async def _each(self, method: str, *arguments: Any) -> None:
+        """A method of each worker. Raises BadRequest with the first thing that went wrong."""
+        if failure := next(filter(None, await self.engine.collective_rpc(method, args=arguments)), ""):
+            raise BadRequest(failure)
+
+    async def health(self, http: HttpRequest) -> Response:
+        return Response()
+
+    async def health_generate(self, http: HttpRequest) -> Response:
+        return Response(status_code=503 if await self.engine.is_paused() else 200)
+
+    async def model_info(self, http: HttpRequest) -> Response:
+        model, path = self.folder.architecture, str(self.folder.path)
+        told = {"model_path": path, "is_generation": True, "weight_version": self.version, **self._facts}
+        return JSONResponse(
+            told | {"model_type": model.model_type, "vocab_size": model.vocab_size, "architecture": asdict(model)}
+        )
+
+    async def server_info(self, http: HttpRequest) -> Response:
+        return JSONResponse(dict(self._facts))
+
+
+def _reason(one: Any, num_new: int) -> p.FinishReason | None:
+    """vLLM's reason as the protocol has it; it names no token where the model's own end came."""
+    if one.finish_reason is None:
+        return None
+    if one.finish_reason == "abort":
+        return p.FinishReason(type="abort", message="aborted")
+    if one.finish_reason not in ("stop", "length"):
+        raise SamplerError(f"vLLM failed at a request: {one.finish_reason}")
+    if one.finish_reason == "length" or not num_new:
+        return p.FinishReason(type="length")
+    return p.FinishReason(type="stop", matched=one.token_ids[-1] if one.stop_reason is None else one.stop_reason)
+
+
+def _likeliest(place: Mapping[int, Any], most: int) -> p.Top:
+    ranked = sorted(place.items(), key=lambda item: item[1].rank)
+    return [(token, found.logprob) for token, found in ranked[:most]]
+
+
+def _done(message: str) -> Response:
+    return JSONResponse({"success": True, "message": message})
+
+
+def _failed(status: int, http: HttpRequest, error: Exception) -> Response:
+    return JSONResponse({"success": False, "message": str(error)}, status_code=status)
+
+
+def _end(reason: str) -> None:
+    """End this process: clients hear of it by their broken connections."""
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+async def serve(settings: EngineSettings, listener: socket.socket) -> None:
+    """Answer until SIGTERM, or until vLLM's own processes are gone."""
+    from vllm import AsyncEngineArgs, __version__
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if settings.device == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        width, sizes = (
+            read_checkpoint(settings.model).architecture.head_dim,
+            CPUAttentionBackend.get_supported_head_sizes(),
+        )
+        if width not in sizes:  # it would end at the first request
+            sys.exit(f"vLLM has no attention on a CPU for heads of {width}; it has {', '.join(map(str, sizes))}")
+    has_tokenizer = any(settings.model.glob("tokenizer*.json"))
+    given = {
+        "seed": settings.seed or 0,
+        "enforce_eager": settings.device == "cpu",
+        "enable_prefix_caching": True,
+        "max_num_seqs": settings.max_batch or 64,
+        "kv_cache_memory_bytes": settings.cache_bytes,
+        "enable_return_routed_experts": False,
+        **{name.replace("-", "_"): value for name, value in settings.options.items()},
+    }
+    arguments: Any = {  # as its command line has them
+        "model": str(settings.model),
+        "dtype": settings.dtype,
+        "max_model_len": settings.context_length,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "skip_tokenizer_init": not has_tokenizer,
+        "logprobs_mode": "processed_logprobs",  # of what was drawn from: after the temperature
+        "max_logprobs": p.MAX_TOP_LOGPROBS,
+        "worker_extension_cls": f"{Path(__file__).stem}.{WeightReceiver.__name__}",
+        "disable_log_stats": True,
+    }
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **arguments))
+    facts = {
+        "engine": "vllm", "version": __version__, "dtype": str(engine.model_config.dtype).removeprefix("torch."),
+        "context_length": engine.model_config.max_model_len, "max_req_input_len": engine.model_config.max_model_len - 1,
+        "tp_size": settings.tensor_parallel,
+        "disable_radix_cache": not given["enable_prefix_caching"], "has_tokenizer": has_tokenizer,
+        "enable_return_routed_experts": given["enable_return_routed_experts"],
+    }  # fmt: skip
+    await engine.update_weight_version(settings.weight_version)
+    doors = Doors(
+        VllmServer(engine, settings, facts, VLLMClientError).application(),
+        names={settings.host, socket.gethostname()},
+        keys=[token] if (token := take_token()) else (),
+        max_body_bytes=settings.max_body_bytes,
+    )
+    listener.listen()
+    settings.tell_port(listener.getsockname()[1])
+    server = uvicorn.Server(uvicorn.Config(doors, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not serving.done():
+        await asyncio.wait([serving], timeout=0.5)
+        if engine.errored:
+            _end("vLLM's own processes are gone")
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    described = EngineSettings.model_validate_json(sys.argv[1])
+    asyncio.run(serve(described, bound_socket(described.host, described.port, socket.AF_INET)))
