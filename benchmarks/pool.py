@@ -32,7 +32,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.inference.protocol import Completion, FinishReason, Request, VersionSpan
-from nanodag.rewards.reward_pool import SampleReward
+from nanodag.rewards.reward import Reward
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.schedule import Position, Schedule
@@ -100,10 +100,10 @@ class Rewards:
 
     def submit_group(
         self, prompt: Any, completions: Sequence[str], *, reported: Any = ()
-    ) -> "list[Future[SampleReward]]":
-        futures: list[Future[SampleReward]] = [Future() for _ in completions]
+    ) -> "list[Future[Reward | str]]":
+        futures: list[Future[Reward | str]] = [Future() for _ in completions]
         for number, future in enumerate(futures):
-            future.set_result(SampleReward(float(number % 2), {}))
+            future.set_result(Reward(float(number % 2)))
         return futures
 
 

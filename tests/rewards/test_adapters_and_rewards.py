@@ -126,5 +126,5 @@ def test_a_right_and_a_wrong_answer_to_every_adapters_prompt_are_told_apart(tmp_
         rights = pool.score([(record, right) for record, (right, _) in zip(records, answers, strict=True)])
         wrongs = pool.score([(record, wrong) for record, (_, wrong) in zip(records, answers, strict=True)])
     names = [f"{number} {adapter}" for number, (adapter, *_) in enumerate(CASES)]
-    assert {n: (s.value, s.error) for n, s in zip(names, rights, strict=True)} == dict.fromkeys(names, (1.0, ""))
-    assert {n: (s.value, s.error) for n, s in zip(names, wrongs, strict=True)} == dict.fromkeys(names, (0.0, ""))
+    assert {n: s.value for n, s in zip(names, rights, strict=True)} == dict.fromkeys(names, 1.0)
+    assert {n: s.value for n, s in zip(names, wrongs, strict=True)} == dict.fromkeys(names, 0.0)

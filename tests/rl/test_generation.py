@@ -9,7 +9,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.inference.seeds import derived_seed as group_seed
-from nanodag.rewards.reward_pool import SampleReward
+from nanodag.rewards.reward import Reward
 from nanodag.rl.rollouts.batch import read_batch, write_batch
 from nanodag.rl.rollouts.prompts import first_prompts
 from tests.rl import fakes
@@ -41,7 +41,7 @@ def test_groups_with_spread_are_trained_in_prompt_order_whoever_ends_first(tmp_p
 
 
 def test_a_group_that_is_not_needed_is_aborted_and_the_pool_keeps_the_futures_of_its_rewards(tmp_path):
-    late: list[Future[SampleReward]] = []
+    late: list[Future[Reward | str]] = []
 
     class LatePool(FakePool):
         def submit_group(self, prompt, completions, **reported):
