@@ -37,7 +37,7 @@ from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.schedule import Position, Schedule
 from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 
 STOP = 0
 MEAN, LONGEST = 100, 1000
@@ -115,7 +115,7 @@ class Words:
     def decode(self, ids: Sequence[int]) -> str:
         return ""
 
-    def prompt(self, messages: Any, switches: Any = None) -> list[int]:
+    def prompt(self, messages: Any, switches: Any = None, *, tools: Any = ()) -> list[int]:
         return [1]
 
 
@@ -129,7 +129,7 @@ class Stage:
         (folder / "prompts.jsonl").write_text("".join(rows))
         sources = [SourceConfig(url=f"file:{folder}/prompts.jsonl")]
         mixture = Mixture(sources, kind="prompt", seed=0, repeat=True)
-        self.cursor = PromptCursor(mixture, Words(), longest=10)  # type: ignore[arg-type]
+        self.cursor = PromptCursor(mixture, PolicyFormat(Words(), {}, ()), longest=10)  # type: ignore[arg-type]
         words: Any = Words()
         self.generator = RolloutGenerator(self.config, seats, Rewards(), words, (STOP,))  # type: ignore[arg-type]
         self.pool: RolloutPool | None = None

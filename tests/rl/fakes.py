@@ -13,7 +13,7 @@ from nanodag.inference.protocol import Completion, FinishReason, Request, Versio
 from nanodag.rewards.reward import Reward
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 
 STOP = 0
 SPREAD, EQUAL = "01", "11"  # the answers of a group of two
@@ -138,7 +138,7 @@ def cursor_over(tmp_path, lengths: list[int], longest: int = 10, **more: Any) ->
     rows = [f'{{"prompt": "{n}x{length}", "answer": "", "prompt_id": "p{n}"}}\n' for n, length in enumerate(lengths)]
     path.write_text("".join(rows))
     mixture = Mixture([SourceConfig(url=f"file:{path}")], kind="prompt", seed=0, repeat=True, shuffle=False)
-    return PromptCursor(mixture, FakeRenderer(), longest=longest, **more)
+    return PromptCursor(mixture, PolicyFormat(FakeRenderer(), {}, ()), longest=longest, **more)
 
 
 def ids(prompts) -> list[str]:
