@@ -197,7 +197,7 @@ class Stage:
         parts.wrap(generator, "_answer", "text for the reward")
         parts.wrap(generator, "_judge", "judge")
         parts.wrap(self.rewards, "submit_group", "submit to the rewards")
-        self.pool = RolloutPool(self.config, generator, self.cursor)
+        self.pool = RolloutPool(generator, self.cursor)
         workspace = folder / "workspace"
         workspace.mkdir()
         self.job = Job(name="rl", run="benchmark", config=self.config, inputs={}, workspace=workspace)

@@ -134,7 +134,7 @@ class Stage:
         self.generator = RolloutGenerator(self.config, seats, Rewards(), words, (STOP,))  # type: ignore[arg-type]
         self.pool: RolloutPool | None = None
         if self.config.rollout.order == "arrival":
-            self.pool = RolloutPool(self.config, self.generator, self.cursor)
+            self.pool = RolloutPool(self.generator, self.cursor)
         self.trained: list[RolloutBatch] = []
         self.staleness: list[dict[str, float]] = []
 
