@@ -22,12 +22,13 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import run_benchmark
 
 ENOUGH = 0.995
 NEW_TOKENS = 32
+ONE_EMBEDDED = {"engine": "embedded", "replicas": 1, "max_batch": 64, "cache_bytes": 2 << 30}
 # benchmark -> source, our form, lm-eval's
 CASES = {
     "arc_easy": ("hub:allenai/ai2_arc/ARC-Easy:validation", "arc_easy", "lm_eval:arc/arc_easy.yaml"),
@@ -112,7 +113,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ours = EvaluatedModel(args.model, precision="fp32", device="cpu", max_new_tokens=NEW_TOKENS)
+    asked = {"precision": "fp32", "device": "cpu", "threads": 1, "micro_batch_tokens": 1024, "sampler": ONE_EMBEDDED}
+    stage = EvalStage.of(kind="eval", benchmarks=[{"name": name} for name in CASES], max_new_tokens=NEW_TOKENS, **asked)
+    ours = EvaluatedModel(args.model, stage)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     # Ours ends a text where the next document starts, too; `generate` would write that document as well.

@@ -45,7 +45,7 @@ from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts import segments as segments_module
 from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
 from nanodag.rl.rollouts.metrics import rollout_metrics
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from nanodag.rl.rollouts.rollout import read_lines, read_rollouts
 from nanodag.rl.sync.broadcast_sync import DistributedSync
 from nanodag.rl.trainer.rows import pack
@@ -126,7 +126,7 @@ class Server:
 class Words:
     """Every prompt of PROMPT_TOKENS, and an answer's text as short as one of so many tokens would be long."""
 
-    def prompt(self, messages: Any, switches: Any = None) -> list[int]:
+    def prompt(self, messages: Any, switches: Any = None, *, tools: Any = ()) -> list[int]:
         return [1] * PROMPT_TOKENS
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -182,7 +182,7 @@ class Stage:
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         mixture = Mixture([SourceConfig(url=f"file:{folder}/prompts.jsonl")], kind="prompt", seed=0, repeat=True)
         words: Any = Words()
-        self.cursor = PromptCursor(mixture, words, longest=1 << 20)
+        self.cursor = PromptCursor(mixture, PolicyFormat(words, {}, ()), longest=1 << 20)
         start = partial(Server, num_tokens=chosen.tokens, delay_s=chosen.delay)
         self.servers = [start(number) for number in range(chosen.servers)]
         self.samplers = Fleet(
@@ -197,7 +197,7 @@ class Stage:
         parts.wrap(generator, "_answer", "text for the reward")
         parts.wrap(generator, "_judge", "judge")
         parts.wrap(self.rewards, "submit_group", "submit to the rewards")
-        self.pool = RolloutPool(self.config, generator, self.cursor)
+        self.pool = RolloutPool(generator, self.cursor)
         workspace = folder / "workspace"
         workspace.mkdir()
         self.job = Job(name="rl", run="benchmark", config=self.config, inputs={}, workspace=workspace)

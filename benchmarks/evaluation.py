@@ -215,9 +215,13 @@ def serve_side(args: argparse.Namespace) -> None:
 
 
 def our_model(args: argparse.Namespace) -> Any:
+    from nanodag.config.kinds.evaluation import EvalStage
     from nanodag.evaluation.evaluated_model import EvaluatedModel
 
-    return EvaluatedModel(args.model, precision=args.precision, device="cpu", max_new_tokens=args.new)
+    sampler = {"engine": "embedded", "replicas": 1, "max_batch": 64, "cache_bytes": 2 << 30}
+    asked = {"device": "cpu", "threads": 1, "micro_batch_tokens": 1024, "sampler": sampler}
+    given = {"precision": args.precision, "max_new_tokens": args.new}
+    return EvaluatedModel(args.model, EvalStage.of(kind="eval", benchmarks=[{"name": "gsm8k"}], **asked, **given))
 
 
 def their_model(args: argparse.Namespace) -> Any:

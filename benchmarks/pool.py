@@ -32,12 +32,12 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.inference.protocol import Completion, FinishReason, Request, VersionSpan
-from nanodag.rewards.reward_pool import SampleReward
+from nanodag.rewards.reward import Reward
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.schedule import Position, Schedule
 from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 
 STOP = 0
 MEAN, LONGEST = 100, 1000
@@ -100,10 +100,10 @@ class Rewards:
 
     def submit_group(
         self, prompt: Any, completions: Sequence[str], *, reported: Any = ()
-    ) -> "list[Future[SampleReward]]":
-        futures: list[Future[SampleReward]] = [Future() for _ in completions]
+    ) -> "list[Future[Reward | str]]":
+        futures: list[Future[Reward | str]] = [Future() for _ in completions]
         for number, future in enumerate(futures):
-            future.set_result(SampleReward(float(number % 2), {}))
+            future.set_result(Reward(float(number % 2)))
         return futures
 
 
@@ -115,7 +115,7 @@ class Words:
     def decode(self, ids: Sequence[int]) -> str:
         return ""
 
-    def prompt(self, messages: Any, switches: Any = None) -> list[int]:
+    def prompt(self, messages: Any, switches: Any = None, *, tools: Any = ()) -> list[int]:
         return [1]
 
 
@@ -129,12 +129,12 @@ class Stage:
         (folder / "prompts.jsonl").write_text("".join(rows))
         sources = [SourceConfig(url=f"file:{folder}/prompts.jsonl")]
         mixture = Mixture(sources, kind="prompt", seed=0, repeat=True)
-        self.cursor = PromptCursor(mixture, Words(), longest=10)  # type: ignore[arg-type]
+        self.cursor = PromptCursor(mixture, PolicyFormat(Words(), {}, ()), longest=10)  # type: ignore[arg-type]
         words: Any = Words()
         self.generator = RolloutGenerator(self.config, seats, Rewards(), words, (STOP,))  # type: ignore[arg-type]
         self.pool: RolloutPool | None = None
         if self.config.rollout.order == "arrival":
-            self.pool = RolloutPool(self.config, self.generator, self.cursor)
+            self.pool = RolloutPool(self.generator, self.cursor)
         self.trained: list[RolloutBatch] = []
         self.staleness: list[dict[str, float]] = []
 

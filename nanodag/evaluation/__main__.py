@@ -52,17 +52,7 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     if config.is_served:
         checkpoint: EvaluatedModel = EndpointModel(config.endpoint, config.max_new_tokens, progress)
     else:
-        checkpoint = EvaluatedModel(
-            job.inputs["model"],
-            precision=config.precision,
-            device=config.resources.device,
-            micro_batch_tokens=int(config.micro_batch_tokens),
-            max_new_tokens=config.max_new_tokens,
-            sampler=config.sampler,
-            threads=int(config.resources.threads),
-            bos=config.bos,
-            on_progress=progress,
-        )
+        checkpoint = EvaluatedModel(job.inputs["model"], config, on_progress=progress)
     try:
         return _fill(job, checkpoint, progress)
     except SamplerError:
@@ -122,14 +112,14 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> 
     if benchmark.is_core:
         check_likelihood(benchmark)
         return run_core(checkpoint, benchmark, job.mirror)
-    how: dict[str, Any] = {"chat": job.config.chat, "seed": job.config.seed, "mirror": str(job.mirror or "")}
+    chat, how = job.config.chat, {"seed": job.config.seed, "mirror": str(job.mirror or "")}
     if is_environment(benchmark):
-        return run_environment(checkpoint, benchmark, **how)
-    result = run_benchmark(checkpoint, benchmark, **how, folder=job.workspace / "forms", kept=checkpoint.kept)
+        return run_environment(checkpoint, benchmark, chat=chat, **how)
+    result = run_benchmark(checkpoint, benchmark, chat=chat, folder=job.workspace / "forms", **how)
     if benchmark.judge == "none":
         return result
-    how = {"seed": job.config.seed, "mirror": str(job.mirror or ""), "kept": checkpoint.kept}
-    return win_rate(job.inputs["baseline"], benchmark, result, **how, on_progress=checkpoint.on_progress)
+    kept, on_progress = checkpoint.kept, checkpoint.on_progress
+    return win_rate(job.inputs["baseline"], result, kept=kept, on_progress=on_progress, **how)
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:

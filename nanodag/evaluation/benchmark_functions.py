@@ -71,22 +71,6 @@ def _bare(text: str) -> str:
     return _IGNORED.sub("", text).removesuffix(".")
 
 
-def winogrande_right(doc: Mapping[str, Any]) -> int:
-    """The number of the right name; lm-eval takes an int here for "each choice is a context"."""
-    return int(doc["answer"]) - 1
-
-
-def winogrande_beginnings(doc: Mapping[str, Any]) -> list[str]:
-    """The sentence up to the blank, filled with each name."""
-    beginning, _, _ = doc["sentence"].partition("_")
-    return [beginning + doc["option1"], beginning + doc["option2"]]
-
-
-def winogrande_rest(doc: Mapping[str, Any]) -> str:
-    """The sentence behind the blank."""
-    return doc["sentence"].partition("_")[2].strip()
-
-
 def gpqa_choices(rows: "Dataset") -> "Dataset":
     """GPQA's rows with choice1 to choice4 in a fixed order (lm-eval draws one), and `answer`, a letter in brackets."""
 

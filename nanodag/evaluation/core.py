@@ -51,7 +51,8 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig, mirror: Path |
             records.append(_record(task.label, number, len(data), both, {"too_long": True} if item.is_too_long else {}))
     task_scores = [(scores[task.label], task.baseline) for task in TASKS]
     core = centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in task_scores])
-    return _result(config, "core", {"core": core, **scores}, records, is_chat=False)
+    how: dict[str, Any] = {"form": "core", "base_metric": "core", "is_chat": False, "records": records}
+    return BenchmarkResult(config=config, scores={"core": core, **scores}, **how)
 
 
 def _record(
@@ -59,13 +60,6 @@ def _record(
 ) -> dict[str, Any]:
     """Record of an item of one of the tasks, which all count as much. name: of the item there."""
     return {"id": f"{part}:{name}", "part": part, "weight": 1 / num_items, "scores": scores, **counts}
-
-
-def _result(
-    config: BenchmarkConfig, metric: str, scores: Mapping[str, Score], records: list[dict[str, Any]], *, is_chat: bool
-) -> BenchmarkResult:
-    how: dict[str, Any] = {"form": metric, "base_metric": metric, "is_chat": is_chat}
-    return BenchmarkResult(config=config, scores=scores, records=records, **how)
 
 
 def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[JudgedItem]:
@@ -94,4 +88,5 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
             score = {CHAT_CORE: centred(record["scores"][result["metric"]], chance)}
             counts = {count: record[count] for count in COUNTS if count in record}
             records.append(_record(name, record["id"], len(of_task), score, counts))
-    return _result(BenchmarkConfig(name=CHAT_CORE), CHAT_CORE, {CHAT_CORE: centred_mean(tasks)}, records, is_chat=True)
+    how: dict[str, Any] = {"form": CHAT_CORE, "base_metric": CHAT_CORE, "is_chat": True, "records": records}
+    return BenchmarkResult(config=BenchmarkConfig(name=CHAT_CORE), scores={CHAT_CORE: centred_mean(tasks)}, **how)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig, ThinkingConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, ThinkingConfig
 from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
@@ -40,7 +40,6 @@ from nanodag.tokenizer.chat import Switches, check_switches
 log = logging.getLogger(__name__)
 
 KEPT_TEXTS = 64
-ONE_EMBEDDED = EvalSamplerConfig(engine="embedded", replicas=1, max_batch=64, cache_bytes=2 << 30)
 
 Progress = Callable[[int, int], None]
 
@@ -56,10 +55,9 @@ class EvaluatedModel(TemplateLM):
 
     is_chat: prompts come from the chat template. under_way: the benchmark, and the stage's seed. kept: what was written
     and scored for it before, and where more is kept. All three are set benchmark by benchmark. max_new_tokens: where
-    the benchmark does not say. bos: as EvalStage's.
-    micro_batch_tokens: scored at once. sampler: what writes, derived. threads: that it may use beside this process.
-    on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
-    the start. Raises ConfigError for bos `always` where the tokenizer has none.
+    the benchmark does not say. config: derived. on_progress gets (done, total) of the requests of the benchmark under
+    way. tokens_read, tokens_written: counted from the start. Raises ConfigError for bos `always` where the tokenizer
+    has none.
     """
 
     is_chat = False
@@ -70,37 +68,22 @@ class EvaluatedModel(TemplateLM):
     _switches: Mapping[str, Any] = {}
     _sampler: InProcess | Replicas | None = None
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        precision: str,
-        device: Device,
-        micro_batch_tokens: int = 1024,
-        max_new_tokens: int,
-        sampler: EvalSamplerConfig = ONE_EMBEDDED,
-        threads: int = 1,
-        bos: str = "auto",
-        on_progress: Progress = lambda done, total: None,
-    ) -> None:
+    def __init__(self, folder: Path, config: EvalStage, *, on_progress: Progress = lambda done, total: None) -> None:
         super().__init__()
         from transformers import AutoTokenizer
 
-        self.folder = folder
-        self.sampler_settings = SamplerSettings(
-            folder=folder, precision=precision, device=device, threads=threads, config=sampler
-        )
-        self._device = device
-        self._micro_batch_tokens = micro_batch_tokens
-        self.max_new_tokens = max_new_tokens
-        self.on_progress = on_progress
+        self.folder, self.max_new_tokens, self.on_progress = folder, config.max_new_tokens, on_progress
+        self._device = cast(Device, config.resources.device)
+        how: dict[str, Any] = {"device": self._device, "threads": int(config.resources.threads)}
+        self.sampler_settings = SamplerSettings(folder=folder, precision=config.precision, config=config.sampler, **how)
+        self._micro_batch_tokens = int(config.micro_batch_tokens)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
             self.max_positions = read_checkpoint(folder).architecture.max_positions
-        self._bos = bos
+        self._bos = config.bos
         # lm-eval asks for a context's tokens once for each of its choices.
         self._encoded = lru_cache(maxsize=KEPT_TEXTS)(self._encode)
-        if bos == "always" and self.tokenizer.bos_token_id is None:
+        if config.bos == "always" and self.tokenizer.bos_token_id is None:
             raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")
 
     @cached_property

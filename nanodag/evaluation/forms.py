@@ -29,26 +29,21 @@ def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
     which are rendered with the question, and those of written answers where likelihoods are scored.
     """
     path, is_chat = _file_of(config, chat=chat)
-    if config.source is not None and config.source.template_options and not is_chat:
-        raise ConfigError(
-            f"Benchmark {config.name!r} is put as plain text (form {path.stem}, chat: {str(chat).lower()}), so its "
-            "source's template_options mean nothing; leave them out."
-        )
-    if config.fewshot is not None and config.fewshot.template_options:
-        raise ConfigError(
-            f"Benchmark {config.name!r}: template_options of `fewshot` mean nothing, those of `source` count; leave "
-            "them out."
-        )
-    if config.system and not is_chat:
-        raise ConfigError(f"Benchmark {config.name!r} is put as plain text (form {path.stem}); leave out its `system`.")
-    form = read_form(path)
-    if config.source is None and ("custom_dataset" in form or config.limit or config.num_samples > 1):
-        raise ConfigError(f"Benchmark {config.name!r} needs `source:`, where its items come from.")
-    if config.num_fewshot and config.fewshot is None and config.source is not None:
-        raise ConfigError(
-            f"Benchmark {config.name!r}: num_fewshot {config.num_fewshot} needs `fewshot:`, a source of worked "
-            "examples that are no items, such as the training split."
-        )
+    form, source, fewshot, why = read_form(path), config.source, config.fewshot, ""
+    if source is not None and source.template_options and not is_chat:
+        why = f" is put as plain text (form {path.stem}, chat: {str(chat).lower()}), so its source's template_options "
+        why += "mean nothing; leave them out."
+    elif fewshot is not None and fewshot.template_options:
+        why = ": template_options of `fewshot` mean nothing, those of `source` count; leave them out."
+    elif config.system and not is_chat:
+        why = f" is put as plain text (form {path.stem}); leave out its `system`."
+    elif source is None and ("custom_dataset" in form or config.limit or config.num_samples > 1):
+        why = " needs `source:`, where its items come from."
+    elif config.num_fewshot and fewshot is None and source is not None:
+        why = f": num_fewshot {config.num_fewshot} needs `fewshot:`, a source of worked examples that are no items, "
+        why += "such as the training split."
+    if why:
+        raise ConfigError(f"Benchmark {config.name!r}{why}")
     if form.get("output_type", WRITTEN) == WRITTEN:
         _check_written(config, path, form)
     else:

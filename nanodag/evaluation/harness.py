@@ -37,17 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def run_benchmark(
-    checkpoint: EvaluatedModel,
-    config: BenchmarkConfig,
-    *,
-    chat: bool,
-    seed: int,
-    mirror: str,
-    folder: Path,
-    kept: KeptLines | None = None,
+    checkpoint: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str, folder: Path
 ) -> BenchmarkResult:
-    """Evaluate one benchmark. folder: where its YAML file is written. mirror: a path, empty for the hub. kept: verdicts
-    on answers that were judged before, and where others are kept.
+    """Evaluate one benchmark. folder: where its YAML file is written. mirror: a path, empty for the hub. Answers of
+    which `checkpoint.kept` has a verdict are not judged again.
 
     Raises ConfigError for a form that does not exist, SourceError for items that cannot be read.
     """
@@ -56,7 +49,7 @@ def run_benchmark(
     path.write_text(_job_yaml(config, form, seed, mirror), encoding="utf-8")
     tasks = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
     task = tasks["tasks"][config.name]
-    returned = _keep_what_is_returned(task, kept)
+    returned = _keep_what_is_returned(task, checkpoint.kept)
     if config.num_samples > 1:  # number i of its documents is sample i % num_samples
         split = task.config.test_split
         items = task.dataset[split]

@@ -120,13 +120,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     Source: Holm, Scandinavian Journal of Statistics 1979.
     """
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted = [1.0] * len(p_values)
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+    order = np.argsort(p_values)
+    times = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order]
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(times), 1.0)
+    return adjusted.tolist()
 
 
 class _Item(NamedTuple):

@@ -21,7 +21,7 @@ from nanodag.api.served_model import Limits, ServedModel, TokenText
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.urls import SourceURL, parse_url
-from nanodag.errors import ConfigError, MissingTool, StageFailed
+from nanodag.errors import ConfigError, StageFailed
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.items import held_out_records, select
@@ -30,6 +30,7 @@ from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, fleet_of
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
 from nanodag.host.folders import Scratch
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.threads import all_of
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.kept_lines import content_key
@@ -143,12 +144,7 @@ async def _outcomes(
         model.close()  # samplers of an earlier benchmark
         try:
             async with _served(settings, replicas) as (base_url, key):
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        for number in missing:
-                            group.create_task(play(number, base_url, key))
-                except* (ConfigError, MissingTool) as errors:
-                    raise errors.exceptions[0] from None  # of all rollouts the same: the environment cannot be used
+                await all_of(play(number, base_url, key) for number in missing)
                 for _ in range(PLAYS_ALONE):  # another rollout may have ended the process
                     again = sorted(lost)
                     lost.clear()

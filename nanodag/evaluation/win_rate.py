@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError, ServerBusy
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.paired import read_records
@@ -22,7 +21,6 @@ from nanodag.store.kept_lines import KeptLines, content_key
 
 def win_rate(
     baseline: Path,
-    config: BenchmarkConfig,
     result: BenchmarkResult,
     *,
     seed: int,
@@ -37,6 +35,7 @@ def win_rate(
     baseline: the other evaluation's folder. Raises ConfigError where it did not answer the same items, ServerBusy where
     the judge cannot be asked.
     """
+    config = result.config
     answered = baseline / "samples" / f"{config.name}.jsonl"
     others = {record["id"]: record for record in (read_records(answered) if answered.is_file() else ())}
     if missing := [record["id"] for record in result.records if "output" not in others.get(record["id"], {})]:

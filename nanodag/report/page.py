@@ -26,7 +26,7 @@ from nanodag.report.gather import (
     warnings_of,
 )
 from nanodag.report.lineage import TEMPLATES, lineage_svg
-from nanodag.report.tables import Cell, Example, Program, Table
+from nanodag.report.tables import Cell, Table
 from nanodag.report.unusual import unusual
 from nanodag.run.progress import StageProgress
 from nanodag.store.run_record import ENDED_WELL
@@ -37,8 +37,8 @@ NOTES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "notes.yaml").re
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a section. drawing: an SVG that keeps its size and scrolls. samples: as of a ReportedStage.
-    folded: closed at first."""
+    """A piece of a section. drawing: an SVG that keeps its size and scrolls. examples, programs: as of
+    nanodag.report.tables. samples: as of a ReportedStage. folded: closed at first."""
 
     heading: str = ""
     note: str = ""
@@ -46,8 +46,8 @@ class Part:
     drawing: str = ""
     table: Table | None = None
     style: str = ""
-    examples: Sequence[Example] = ()
-    programs: Sequence[Program] = ()
+    examples: Sequence[Mapping[str, str]] = ()
+    programs: Sequence[Mapping[str, str]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     progress: Sequence[StageProgress] = ()
     before: str = ""

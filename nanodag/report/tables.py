@@ -13,6 +13,7 @@ from nanodag.report import words
 from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of, sources_of
 
 BOUNDS = ("low", "high")
+MOST_EXAMPLES, MOST_PROGRAMS = 3, 2  # that are shown of a kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +40,6 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     numeric: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Example:
-    """An item that two models answered differently."""
-
-    prompt: str
-    target: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """A program that a model wrote for an item. error: of its first failure, or that there is none."""
-
-    item: str
-    text: str
-    error: str
 
 
 def scores_table(columns: Sequence[Column], *, is_short: bool = False) -> Table:
@@ -190,7 +172,8 @@ def rows_table(stages: Mapping[str, ReportedStage]) -> Table | None:
 def _times(source: Mapping[str, Any]) -> str:
     # Two rows of a source differ by one at most: nanodag.train.batches.
     fewest, more = divmod(source["trained"], max(source["rows"], 1))
-    return words.times(fewest) if not more else f"{words.times(fewest)}, {more:,} of them once more"
+    often = {0: "never", 1: "once"}.get(fewest, f"{fewest:,} times")
+    return f"{often}, {more:,} of them once more" if more else often
 
 
 def policy_table(stage: ReportedStage) -> Table | None:
@@ -243,8 +226,9 @@ def samples_table(columns: Sequence[Column]) -> Table | None:
     return Table(headers=["prompt", *labels], rows=rows) if rows else None
 
 
-def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[Example]:
-    """Items with written answers that `after` has right and `before` wrong (turned="right"), or the other way round."""
+def examples_of(comparison: Comparison, *, turned: str) -> list[dict[str, str]]:
+    """Items with written answers that `after` has right and `before` wrong (turned="right"), or the other way round:
+    prompt, target, before and after."""
     name, metric = comparison.benchmark, comparison.metric
     before = {record["id"]: record for record in read_records(comparison.before.samples_path(name))}
     direction = 1.0 if turned == "right" else -1.0
@@ -253,20 +237,22 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
         earlier = before[record["id"]]
         change = record["scores"][metric] - earlier["scores"][metric]
         if change == direction and (answer := _written(record)) is not None and (once := _written(earlier)) is not None:
-            examples.append(Example(*map(words.spoken, (record["prompt"], str(record["target"]), once, answer))))
-    return examples[:limit]
+            item = {"prompt": record["prompt"], "target": str(record["target"]), "before": once, "after": answer}
+            examples.append({name: words.spoken(text) for name, text in item.items()})
+    return examples[:MOST_EXAMPLES]
 
 
-def programs_of(column: Column, benchmark: str, *, verdict: str, limit: int = 2) -> list[Program]:
-    """Programs of a code benchmark that passed, or failed; the first answer to each of the first items."""
+def programs_of(column: Column, benchmark: str, *, verdict: str) -> list[dict[str, str]]:
+    """Programs of a code benchmark that passed, or failed; the first answer to each of the first items: item, text, and
+    error, of its first failure or that there is none."""
     programs = []
     for record in read_records(column.samples_path(benchmark)):
         details = record.get("samples", [record])[0].get("details", {})
         if details.get("verdict") == verdict and details.get("program"):
             error = words.shortened(details["error"]) or "all tests passed"
             text = words.shortened(details["program"], 1200)
-            programs.append(Program(item=str(record["id"]), text=text, error=error))
-    return programs[:limit]
+            programs.append({"item": str(record["id"]), "text": text, "error": error})
+    return programs[:MOST_PROGRAMS]
 
 
 def _written(record: Mapping[str, Any]) -> str | None:

@@ -19,11 +19,6 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def times(number: int) -> str:
-    """`never`, `once`, `3 times`."""
-    return {0: "never", 1: "once"}.get(number, f"{number:,} times")
-
-
 def is_share(metric: str) -> bool:
     """True for scores between 0 and 1, which are shown in percent."""
     return metric != "bits_per_byte"

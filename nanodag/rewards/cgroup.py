@@ -26,7 +26,12 @@ LEFT_AFTER_S = 60.0  # a group that is in use has a process long before
 def group(*, max_bytes: int, max_processes: int) -> Iterator[Callable[[], int] | None]:
     """A group with these bounds, ended and removed in the end: what puts the process that calls it into the group. None
     where none can be made."""
-    path = _made()
+    above = parent()
+    try:
+        path = None if above is None else _made(above)
+    except OSError as error:  # one could be made before: there are too many by now
+        log.warning("No cgroup can be made in %s: %s; limits of each process and a watch hold.", above, error)
+        path = None
     if path is None:
         yield None
         return
@@ -48,29 +53,24 @@ def parent() -> Path | None:
     above = candidate(ROOT, MEMBERSHIP.read_text())
     if above is None:
         return None
-    tried = above / f"nanodag-{uuid.uuid4().hex[:12]}"
     try:
-        tried.mkdir()
+        tried = _made(above)
     except OSError:
         return None
     is_whole = all((tried / name).exists() for name in ("memory.max", "pids.max", "cgroup.kill"))
-    _sweep(above)
+    for path in above.glob("nanodag-*"):  # left, empty, by starters that were killed
+        with suppress(OSError):  # it has processes, or is gone
+            if time.time() - path.stat().st_mtime > LEFT_AFTER_S:
+                path.rmdir()
     # To move a process needs the right to write here, not only below.
     may_move = os.access(above / "cgroup.procs", os.W_OK)
     _remove(tried)
     return above if is_whole and may_move else None
 
 
-def _made() -> Path | None:
-    above = parent()
-    if above is None:
-        return None
+def _made(above: Path) -> Path:
     path = above / f"nanodag-{uuid.uuid4().hex[:12]}"
-    try:
-        path.mkdir()
-    except OSError as error:  # one could be made before: there are too many by now
-        log.warning("No cgroup can be made in %s: %s; limits of each process and a watch hold.", above, error)
-        return None
+    path.mkdir()
     return path
 
 
@@ -86,14 +86,6 @@ def candidate(root: Path, membership: str) -> Path | None:
     except OSError:
         return None
     return above if {"memory", "pids"} <= set(on) else None
-
-
-def _sweep(above: Path) -> None:
-    """Remove the empty groups that starters which were killed have left."""
-    for path in above.glob("nanodag-*"):
-        with suppress(OSError):  # it has processes, or is gone
-            if time.time() - path.stat().st_mtime > LEFT_AFTER_S:
-                path.rmdir()
 
 
 def in_force() -> str:

@@ -53,18 +53,16 @@ def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
 
 def _score(weights: Mapping[str, float], found: Sequence[Reward | str], how: Any) -> dict[str, Any]:
     """One sample's answer. found: its reward by each name, or why there is none; one of weight 0 may have none."""
-    told = [(name, one) for name, one in zip(weights, found, strict=True) if weights[name] or isinstance(one, Reward)]
-    weights, found = {name: weights[name] for name, _ in told}, [one for _, one in told]
-    rewards = [outcome for outcome in found if isinstance(outcome, Reward)]
-    if len(rewards) < len(found):
-        reasons = [
-            outcome[:MAX_TEXT] if len(found) == 1 else f"{name}: {outcome[:MAX_TEXT]}"
-            for name, outcome in zip(weights, found, strict=True)
-            if isinstance(outcome, str)
-        ]
-        return {"error": "; ".join(reasons)}
+    pairs = list(zip(weights, found, strict=True))
+    rewards = {name: outcome for name, outcome in pairs if isinstance(outcome, Reward)}
+    failed = {name: outcome[:MAX_TEXT] for name, outcome in pairs if isinstance(outcome, str) and weights[name]}
+    if failed:
+        is_alone = len(rewards) + len(failed) == 1
+        return {"error": "; ".join(why if is_alone else f"{name}: {why}" for name, why in failed.items())}
+    weights = {name: weights[name] for name in rewards}
     try:
-        reward = rewards[0] if list(weights.values()) == [1.0] else combined(weights, rewards, how)
+        is_plain = list(weights.values()) == [1.0]
+        reward = next(iter(rewards.values())) if is_plain else combined(weights, list(rewards.values()), how)
     except ValueError as error:  # not finite
         return {"error": str(error) if isinstance(error, ConfigError) else with_place(error)}
     return {

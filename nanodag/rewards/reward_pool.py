@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -17,23 +17,13 @@ from nanodag import registry as entries
 from nanodag.children.child import start_child
 from nanodag.errors import ConfigError
 from nanodag.rewards import sandbox
+from nanodag.rewards.reward import Reward
 from nanodag.rewards.text_rewards import REPORTED
 
 START_TIMEOUT_S = 120.0
 MAX_BYTES = 4 << 30  # address space of a process; none for a reward model
 MAX_TOGETHER = {"remote:": 32, "judge:": 32, "model:": 256}
 """Samples that a process is given together, of rewards that take many at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleReward:
-    """The reward of one sample. value None: it failed, and `error` says why. steps: as
-    nanodag.rewards.function_rewards has them, None where the reward is of another kind."""
-
-    value: float | None = None
-    components: Mapping[str, float] = field(default_factory=dict)
-    error: str = ""
-    steps: Sequence[tuple[int, float]] | None = None
 
 
 class RewardPool:
@@ -72,10 +62,10 @@ class RewardPool:
         completions: Sequence[str],
         *,
         reported: Sequence[Mapping[str, Any] | None] = (),
-    ) -> "list[Future[SampleReward]]":
-        """Score the answers to one prompt, each by itself unless their reward compares them (`group:`). reported: what
-        was reported of each, for the reward `reported`. Raises ConfigError when the reward does not exist, MissingTool
-        when it needs a sandbox and there is none."""
+    ) -> "list[Future[Reward | str]]":
+        """Score the answers to one prompt, each by itself unless their reward compares them (`group:`): the reward, or
+        the reason why there is none. reported: what was reported of each, for the reward `reported`. Raises ConfigError
+        when the reward does not exist, MissingTool when it needs a sandbox and there is none."""
         weights: dict[str, float] = {}
         for name, weight in self._weights.items():
             reward = prompt["reward"] if name == "auto" else name
@@ -125,7 +115,7 @@ class RewardPool:
             except _Lost as lost:
                 with self._lock:  # `close` may be walking through them
                     self._processes.remove(process)
-                scores = [SampleReward(error=str(lost))] * len(samples)
+                scores = [str(lost)] * len(samples)
             finally:
                 self._free += [process] if process in self._processes else []
             for sample, score in zip(samples, scores, strict=True):
@@ -156,7 +146,7 @@ class _Sample:
     weights: dict[str, float]
     prompt: dict[str, Any]
     completion: str
-    future: "Future[SampleReward]"
+    future: "Future[Reward | str]"
 
 
 def _has(weights: Mapping[str, float], prefix: str) -> bool:
@@ -174,8 +164,8 @@ class _Process:
         self.child = start_child(command, has_line=True, in_group=True)
         self._loaded: set[str] = set()
 
-    def score(self, samples: Sequence[_Sample]) -> list[SampleReward]:
-        """Scores of samples with the same weights. Raises _Lost with their reason, ConfigError when a reward cannot be
+    def score(self, samples: Sequence[_Sample]) -> list[Reward | str]:
+        """Rewards of samples with the same weights. Raises _Lost with their reason, ConfigError when a reward cannot be
         imported."""
         weights = samples[0].weights
         for name in weights.keys() - self._loaded:
@@ -189,7 +179,7 @@ class _Process:
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
         if isinstance(answers, dict):  # a function ended the interpreter, or returned what is no JSON
             answers = [answers] * len(samples)
-        return [SampleReward(**reply) for reply in answers]
+        return [reply["error"] if "error" in reply else Reward(**reply) for reply in answers]
 
     def _request(self, message: Mapping[str, Any], timeout_s: float, what: str) -> Any:
         try:

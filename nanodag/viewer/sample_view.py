@@ -17,7 +17,7 @@ from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
-from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, REASON, Rollout
+from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, REASON, Rollout, flatten_response
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.rl.rollouts.rollout_files import Read
 from nanodag.tokenizer.encoding import Encoding
@@ -51,9 +51,8 @@ class Token:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """number: from 1 on. preview: how its text begins, where it is folded; else empty."""
+    """preview: how its text begins, where it is folded; else empty."""
 
-    number: int
     speaker: str
     is_sampled: bool
     num_tokens: int
@@ -63,26 +62,17 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """what: `no response` or `no reward`. last_lines: of what was said beyond the reason; empty for nothing."""
-
-    what: str
-    reason: str
-    last_lines: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Branch:
     """One sequence of a sample. prompt: where it is not the group's, else empty. facts, numbers: name and value;
-    numbers are the reward's components and the environment's metrics. metadata: JSON, empty for none. left_out: tokens
-    that are not drawn."""
+    numbers are the reward's components and the environment's metrics. failures: what, such as `no reward`; reason; and
+    the last lines that were said beyond it. metadata: JSON, empty for none. left_out: tokens that are not drawn."""
 
     read: Read
     prompt: str
     turns: Sequence[Turn]
     facts: Sequence[tuple[str, str]]
     numbers: Sequence[tuple[str, str]]
-    failures: Sequence[Failure]
+    failures: Sequence[tuple[str, str, str]]
     metadata: str
     left_out: int
 
@@ -165,10 +155,8 @@ class _Brush:
         rollout, total = read.rollout, len(read.rollout.response_token_ids)
         left_out = max(0, total - self.most)
         gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)
-        turns = [
-            self._turn(read, number, said, gap)
-            for number, said in enumerate(turns_of(rollout, self.encoding.decode), 1)
-        ]
+        values = _values(read, self.colour)
+        turns = [self._turn(read, said, values, gap) for said in turns_of(rollout, self.encoding.decode)]
         numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
         return Branch(
             read=read,
@@ -181,20 +169,19 @@ class _Brush:
             left_out=left_out,
         )
 
-    def _turn(self, read: Read, number: int, said: Speech, gap: range) -> Turn:
+    def _turn(self, read: Read, said: Speech, values: Sequence[float | None], gap: range) -> Turn:
         is_sampled = said.span.kind == "sampled"
         is_folded = not is_sampled and len(said.text) > OPEN_LENGTH
         return Turn(
-            number=number,
             speaker=shortened(said.speaker, NAME_LENGTH),
             is_sampled=is_sampled,
             num_tokens=len(said.span.token_ids),
             num_calls=len(calls_in(said.text)) if is_sampled else 0,
-            tokens=self._tokens(read, said, gap),
+            tokens=self._tokens(read, said, values, gap),
             preview=" ".join(said.text[:PREVIEW_LENGTH].split()) + " …" if is_folded else "",
         )
 
-    def _tokens(self, read: Read, said: Speech, gap: range) -> list[Token]:
+    def _tokens(self, read: Read, said: Speech, values: Sequence[float | None], gap: range) -> list[Token]:
         """One for each token; for those that have parts of one letter, one together."""
         tokens: list[Token] = []
         hints: list[str] = []
@@ -217,7 +204,7 @@ class _Brush:
                 letters.reset()
             if not text:
                 continue
-            value = _value_of(read, said.span, place, number, self.colour)
+            value = values[number] if values and said.span.kind == "sampled" else None
             style = "" if value is None else _style(value, self.colour, self.largest, self.versions)
             tokens.append(Token(text, style, " | ".join(hints)))
             hints = []
@@ -249,12 +236,12 @@ def _facts(read: Read, num_turns: int) -> list[tuple[str, str]]:
     return facts
 
 
-def _failure(what: str, name: str, rollout: Rollout) -> Failure:
+def _failure(what: str, name: str, rollout: Rollout) -> tuple[str, str, str]:
     """name: of the metadata that say why."""
     reason, _, rest = str(rollout.metadata[name]).strip().partition("\n")
     rest = str(rollout.metadata.get(LAST_WORDS, "")) or rest
     last = [shortened(line, LINE_LENGTH) for line in rest.splitlines()[-LAST_LINES:]]
-    return Failure(what=what, reason=shortened(reason, REASON_LENGTH), last_lines="\n".join(last))
+    return what, shortened(reason, REASON_LENGTH), "\n".join(last)
 
 
 def _metadata(rollout: Rollout) -> str:
@@ -277,21 +264,12 @@ def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -
     return " · ".join(hint)
 
 
-def _value_of(read: Read, span: TokenSpan, place: int, number: int, colour: Colour) -> float | None:
-    if span.kind != "sampled" or colour == "none":
-        return None
-    if colour == "logprob":
-        return span.logprobs[place] if span.logprobs else None
-    if colour == "version":
-        return span.versions[place]
-    values = read.advantages if colour == "advantage" else read.differences
-    return values[number] if values else None
-
-
 def _values(read: Read, colour: Colour) -> Sequence[float | None]:
-    if colour == "logprob":
-        return [value for span in read.rollout.spans for value in span.logprobs]
-    return {"advantage": read.advantages, "difference": read.differences}.get(colour, ())
+    """The number that colours each token after the prompt; empty where there are none."""
+    response = flatten_response(read.rollout)
+    logprobs = [None if math.isnan(value) else value for value in response.logprobs]
+    known = {"advantage": read.advantages, "difference": read.differences}
+    return {**known, "logprob": logprobs, "version": response.versions}.get(colour, ())
 
 
 def _style(value: float, colour: Colour, largest: float, versions: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from tests.api.real_engines import fleet_over
 from tests.api.scripted import app_of, model_of
 from tests.chat.fake_api import serving
-from tests.evaluation.tiny import POSITIONS
+from tests.evaluation.tiny import POSITIONS, asked_by
 
 pytestmark = pytest.mark.slow
 WORDS = [
@@ -69,7 +69,7 @@ def records(tmp_path):
 
 @pytest.fixture
 def ours(model_folder):
-    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=NEW)
+    model = EvaluatedModel(model_folder, asked_by(micro_batch_tokens=96, max_new_tokens=NEW))
     yield model
     model.close()
 

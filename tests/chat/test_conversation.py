@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
 from nanodag.api.tool_format import Call, Reader
-from nanodag.chat.terminal_chat import Dialogue, Talk
+from nanodag.chat.__main__ import Dialogue, Talk
 from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
 from nanodag.tokenizer.encoding import Encoding
@@ -166,7 +166,7 @@ def test_an_answer_that_is_ended_stays_as_far_as_it_was_said(talk_with, spoken):
 def test_lines_of_an_earlier_chat_come_back_with_the_arrow_key(tmp_path):
     """On a terminal of its own, as readline needs one."""
     program = (
-        "from nanodag.chat.terminal_chat import typed_lines\n"
+        "from nanodag.chat.__main__ import typed_lines\n"
         "for line in typed_lines('you'):\n"
         "    print('heard', repr(line), flush=True)\n"
     )

@@ -8,6 +8,8 @@ from lm_eval.api.model import LM
 class Scripted(LM):
     """Says what it is told to: texts by a word of the prompt, log-probabilities by answer."""
 
+    kept = None
+
     def __init__(self, texts=None, logprobs=None):
         super().__init__()
         self.texts, self.logprobs = texts or {}, logprobs or {}

@@ -159,8 +159,9 @@ def test_numbers_of_numpy_are_scores(own_form, source):
         "    return {'right': numpy.bool_(True), 'details': {'n': numpy.int64(3)}}\n"
     )
     config = BenchmarkConfig(name="mine", form=str(own_form / "mine.yaml"), source=source, limit=2)
-    with KeptLines(own_form / "kept") as kept:
-        result = run_benchmark(Varied(), config, chat=True, seed=4, mirror="", folder=own_form, kept=kept)
+    model = Varied()
+    with KeptLines(own_form / "kept") as model.kept:
+        result = run_benchmark(model, config, chat=True, seed=4, mirror="", folder=own_form)
     assert (result.scores["right"].value, result.records[0]["details"]) == (1.0, {"n": 3})
 
 

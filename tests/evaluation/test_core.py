@@ -14,6 +14,7 @@ from nanodag.evaluation.paired import paired
 from nanodag.model.core_scoring import JudgedItem
 from tests.core_bundle import CHOICE, ROWS, SCHEMA, TEXT, write_bundle
 from tests.data.rows import write_rows
+from tests.evaluation.tiny import asked_by
 
 
 def task(kind, num_fewshot=0, delimiter=" ") -> Task:
@@ -48,7 +49,7 @@ def test_items_are_shuffled_before_the_limit(tmp_path):
 
 @pytest.fixture
 def checkpoint(model_folder) -> EvaluatedModel:
-    return EvaluatedModel(model_folder, precision="fp32", device="cpu", micro_batch_tokens=200, max_new_tokens=4)
+    return EvaluatedModel(model_folder, asked_by(micro_batch_tokens=200, max_new_tokens=4))
 
 
 @torch.no_grad()

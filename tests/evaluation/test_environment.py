@@ -15,6 +15,7 @@ from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_process import VERIFIERS
 from nanodag.store.kept_lines import KeptLines
+from tests.evaluation.tiny import asked_by
 from tests.external_envs.fake_verifiers_server import FAKE
 
 
@@ -26,7 +27,7 @@ def _fake(monkeypatch):
 
 @pytest.fixture
 def model(model_folder):
-    return EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    return EvaluatedModel(model_folder, asked_by(max_new_tokens=8))
 
 
 def benchmark(**values):

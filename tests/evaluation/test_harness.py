@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
 from nanodag.data.question_form import asking
@@ -25,6 +25,7 @@ from nanodag.store.kept_lines import KeptLines
 from nanodag.tokenizer.chat import load_renderer
 from tests.data.rows import GSM8K, GSM8K_TEXTS, write_rows
 from tests.evaluation.scripted import Scripted
+from tests.evaluation.tiny import ONE_EMBEDDED, asked_by
 from tests.rewards.pools import Pool
 
 
@@ -42,7 +43,8 @@ def run(tmp_path):
         config = BenchmarkConfig(name=name, source=items, **benchmark)
         forms = tmp_path / "forms"
         forms.mkdir(exist_ok=True)
-        return run_benchmark(model, config, chat=chat, seed=0, mirror="", folder=forms, kept=kept)
+        model.kept = kept
+        return run_benchmark(model, config, chat=chat, seed=0, mirror="", folder=forms)
 
     return made
 
@@ -165,10 +167,9 @@ def greedy_params(**more) -> SamplingParams:
     return SamplingParams(max_new_tokens=12, temperature=0.0, **more)
 
 
-def checkpoint_of(folder, *, replicas=1, max_batch=64, **more) -> EvaluatedModel:
-    sampler = EvalSamplerConfig(engine="embedded", replicas=replicas, max_batch=max_batch, cache_bytes=2 << 30)
-    asked = {"micro_batch_tokens": 96, "max_new_tokens": 12, "sampler": sampler, **more}
-    return EvaluatedModel(folder, precision="fp32", device="cpu", **asked)
+def checkpoint_of(folder, *, replicas=1, max_batch=64, bos="auto", **more) -> EvaluatedModel:
+    sampler = ONE_EMBEDDED.model_copy(update={"replicas": replicas, "max_batch": max_batch})
+    return EvaluatedModel(folder, asked_by(micro_batch_tokens=96, max_new_tokens=12, bos=bos, sampler=sampler), **more)
 
 
 def without_bos_in_front(folder, target):
@@ -496,7 +497,6 @@ def test_a_benchmark_killed_again_and_again_asks_once_and_ends_the_same(run, mod
                 raise Killed
 
         checkpoint = checkpoint_of(model_folder, on_progress=progress, max_batch=3)
-        checkpoint.kept = kept
         return run(checkpoint, benchmark, kept=kept, **asked), checkpoint, seen
 
     whole, undisturbed, _ = attempt(None, 10**6)

@@ -61,7 +61,7 @@ def compared(tmp_path):
             if other is not None:
                 answered(other).write_records(tmp_path / "samples" / "q.jsonl")
             how: dict[str, Any] = {"seed": 1, "mirror": "", "on_progress": lambda done, total: None}
-            found = win_rate(tmp_path, config, answered(own), kept=kept, **how)
+            found = win_rate(tmp_path, answered(own), kept=kept, **how)
         return {name: score.value for name, score in found.scores.items()}, found, handler.asked
 
     return run

@@ -9,10 +9,11 @@ import pytest
 
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.evaluation import writing
-from nanodag.evaluation.evaluated_model import ONE_EMBEDDED, EvaluatedModel
+from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.writing import SamplerSettings, start_sampler
 from nanodag.inference.engine_install import engine_environment
 from nanodag.inference.protocol import Request, SamplingParams
+from tests.evaluation.tiny import ONE_EMBEDDED, asked_by
 
 SGLANG = engine_environment("cpu")
 
@@ -87,9 +88,7 @@ def test_two_sglang_servers_on_a_cpu_write_what_the_embedded_sampler_does(models
     ]
     answers = []
     for sampler in (ONE_EMBEDDED, config):
-        model = EvaluatedModel(
-            models["qwen3"], precision="fp32", device="cpu", max_new_tokens=12, sampler=sampler, threads=2
-        )
+        model = EvaluatedModel(models["qwen3"], asked_by(max_new_tokens=12, sampler=sampler, threads=2))
         try:
             written = model.write(prompts, params)
             assert model._sampler.num_replicas == sampler.replicas

@@ -1,13 +1,16 @@
 """Tiny random models on disk, with a tokenizer and chat template of ours."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 
 VOCABULARY = 280
+ONE_EMBEDDED = EvalSamplerConfig(engine="embedded", replicas=1, max_batch=64, cache_bytes=2 << 30)
 POSITIONS = 192
 CLASSES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
@@ -22,3 +25,9 @@ def save_tiny_model(folder: Path, kind: str, *, seed: int = 0) -> None:
     )  # fmt: skip
     model_class(config).save_pretrained(folder)
     save_tokenizer(train_bpe(iter(["the cat sat on the mat and the dog ran after the cat"] * 4), VOCABULARY), folder)
+
+
+def asked_by(**settings: Any) -> EvalStage:
+    """An eval stage on a CPU, derived: its model in float32, one embedded sampler unless another is given."""
+    fixed = {"precision": "fp32", "micro_batch_tokens": 1024, "sampler": ONE_EMBEDDED, "device": "cpu", "threads": 1}
+    return EvalStage.of(kind="eval", benchmarks=[{"name": "gsm8k"}], **{**fixed, **settings})

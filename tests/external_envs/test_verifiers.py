@@ -17,7 +17,7 @@ from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of, module_file
 from nanodag.host.folders import PROJECT
-from tests.evaluation.tiny import save_tiny_model
+from tests.evaluation.tiny import asked_by, save_tiny_model
 from tests.guest_pythons import verifiers_python
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_limit_on_turns_cuts_a_rollout_and_an_address_that_does_not_answer_fai
 
 def test_a_benchmark_of_a_taskset_asks_a_model_behind_the_api(boxes, tmp_path):
     save_tiny_model(tmp_path / "model", "qwen3")
-    model = EvaluatedModel(tmp_path / "model", precision="fp32", device="cpu", max_new_tokens=12)
+    model = EvaluatedModel(tmp_path / "model", asked_by(max_new_tokens=12))
     config = BenchmarkConfig(name="boxes", form="verifiers", source="verifiers:boxes?size=3&held_out=true")
     result = run_environment(model, config, chat=True, seed=0, mirror="")
     assert result.scores["reward"].num_items == 3 and {"told", "opened", "turns"} < set(result.scores)

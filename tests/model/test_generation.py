@@ -18,6 +18,7 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.layout import BOS, END, PAD, SPECIAL_TOKENS
 from nanodag.worker.job import Job
+from tests.evaluation.tiny import asked_by
 
 SHAPE = Shape(depth=1, width=16, num_heads=2, num_kv_heads=1, head_width=8, mlp_width=16, tied_embeddings=False)
 SIZE = 256 + len(SPECIAL_TOKENS)
@@ -68,5 +69,5 @@ def test_an_imported_model_keeps_its_ends_and_gets_that_of_its_chat_template(tmp
     assert made == {"eos_token_id": ends, "temperature": 0.6, "bos_token_id": IDS[BOS], "pad_token_id": IDS[PAD]}
     assert read_checkpoint(job.output).eos_token_ids == tuple(ends)
     assert load_renderer(job.output).stop_ids == (IDS[END], IDS[PAD], IDS[BOS], 5)
-    evaluated = EvaluatedModel(job.output, precision="fp32", device="cpu", max_new_tokens=8)
+    evaluated = EvaluatedModel(job.output, asked_by(max_new_tokens=8))
     assert evaluated._stop_ids == sorted(ends)

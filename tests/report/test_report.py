@@ -75,7 +75,7 @@ def test_models_are_compared_with_the_one_they_come_from_and_with_each_other_wit
     assert not by_pair["sort", "SFT", "BASE"].same_form
     assert by_pair["sort", "CONTROL", "SFT"].verdict == "no clear difference"
     assert by_pair["bits_per_byte", "RL", "SFT"].verdict == "worse"  # more bits are worse
-    assert [example.prompt for example in tables.examples_of(rl, turned="right")] == [
+    assert [example["prompt"] for example in tables.examples_of(rl, turned="right")] == [
         f"Sort {n} | x" for n in (4, 5, 6)
     ]
     assert tables.examples_of(rl, turned="wrong") == []
@@ -240,7 +240,7 @@ def test_metrics_over_samples_and_counts_stand_beside_the_score_and_the_best_ans
     (comparison,) = [c for c in comparisons_of(columns, stages) if c.metric == "pass@2"]
     assert (comparison.before.label, comparison.after.label, comparison.found.num_higher) == ("SFT", "RL", 1)
     (example,) = tables.examples_of(comparison, turned="right")
-    assert (example.prompt, example.before, example.after) == ("Sort 3", "eval_sft 3 0", "eval_rl 3 1")
+    assert (example["prompt"], example["before"], example["after"]) == ("Sort 3", "eval_sft 3 0", "eval_rl 3 1")
 
 
 HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"

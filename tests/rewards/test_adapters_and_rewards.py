@@ -6,7 +6,7 @@ from nanodag import registry as entries
 from nanodag.data.adapter_entries import ENTRIES
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from tests.data.rows import IFEVAL, gpqa, mbpp
 from tests.rewards.pools import Pool
 
@@ -89,14 +89,14 @@ CASES = [
 class Renderer:
     """A prompt is its characters."""
 
-    def prompt(self, messages, switches) -> list[int]:
+    def prompt(self, messages, switches, *, tools) -> list[int]:
         return [ord(character) for message in messages for character in message["content"]]
 
 
 def drawn(source: SourceConfig, count: int, mirror=None) -> list:
     """Prompts as the RL stage draws them."""
     mixture = Mixture([source], kind="prompt", seed=0, repeat=True, shuffle=False, mirror=mirror)
-    return PromptCursor(mixture, Renderer(), longest=100_000).take(count)
+    return PromptCursor(mixture, PolicyFormat(Renderer(), {}, ()), longest=100_000).take(count)
 
 
 def right_and_wrong(case, record) -> tuple[str, str]:
@@ -126,5 +126,5 @@ def test_a_right_and_a_wrong_answer_to_every_adapters_prompt_are_told_apart(tmp_
         rights = pool.score([(record, right) for record, (right, _) in zip(records, answers, strict=True)])
         wrongs = pool.score([(record, wrong) for record, (_, wrong) in zip(records, answers, strict=True)])
     names = [f"{number} {adapter}" for number, (adapter, *_) in enumerate(CASES)]
-    assert {n: (s.value, s.error) for n, s in zip(names, rights, strict=True)} == dict.fromkeys(names, (1.0, ""))
-    assert {n: (s.value, s.error) for n, s in zip(names, wrongs, strict=True)} == dict.fromkeys(names, (0.0, ""))
+    assert {n: s.value for n, s in zip(names, rights, strict=True)} == dict.fromkeys(names, 1.0)
+    assert {n: s.value for n, s in zip(names, wrongs, strict=True)} == dict.fromkeys(names, 0.0)

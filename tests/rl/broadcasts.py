@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from nanodag.config.rl_sections import WeightsSection
 from nanodag.model.folder import write_like
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
@@ -43,8 +44,9 @@ class Trainer:
     def __init__(self, folder: Path) -> None:
         self.source = folder
         self.weights = Weights(folder)
-        options = {"rank": 0, "prefix": "", "bucket_bytes": 2000, "timeout_s": TIMEOUT_S}
-        self.giver = WeightGiver(self.weights, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
+        options = {"rank": 0, "prefix": ""}
+        weights = WeightsSection(sync_bucket_bytes=2000, sync_timeout_s=TIMEOUT_S)
+        self.giver = WeightGiver(self.weights, weights, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
         self.asked: list[str] = []
         self.checked: list[bool] = []
 

@@ -10,10 +10,10 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.inference.protocol import Completion, FinishReason, Request, VersionSpan
-from nanodag.rewards.reward_pool import SampleReward
+from nanodag.rewards.reward import Reward
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 
 STOP = 0
 SPREAD, EQUAL = "01", "11"  # the answers of a group of two
@@ -88,7 +88,9 @@ class FakeRenderer:
 
     stop_ids = (STOP,)
 
-    def prompt(self, messages: Sequence[Mapping[str, str]], switches: object = None) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, str]], switches: object = None, *, tools: object = ()
+    ) -> list[int]:
         number, length = messages[0]["content"].split("x")
         return [int(number) + 1] * int(length)
 
@@ -103,18 +105,18 @@ class FakePool:
 
     def submit_group(
         self, prompt: object, completions: Sequence[str], *, reported: Sequence[Any] = ()
-    ) -> "list[Future[SampleReward]]":
+    ) -> "list[Future[Reward | str]]":
         given = reported if self.takes_reported else ()
         return [self._scored(*pair) for pair in itertools.zip_longest(completions, given)]
 
-    def _scored(self, answer: str, reported: Any) -> "Future[SampleReward]":
+    def _scored(self, answer: str, reported: Any) -> "Future[Reward | str]":
         self.seen.append(answer)
-        future: Future[SampleReward] = Future()
+        future: Future[Reward | str] = Future()
         try:
-            reward = SampleReward(self.score(answer), {})
+            reward: Reward | str = Reward(self.score(answer))
         except ValueError:
-            reward = SampleReward(None, {}, "no number")
-        future.set_result(SampleReward(reported["value"], reported["components"]) if reported else reward)
+            reward = "no number"
+        future.set_result(Reward(reported["value"], reported["components"]) if reported else reward)
         return future
 
 
@@ -136,7 +138,7 @@ def cursor_over(tmp_path, lengths: list[int], longest: int = 10, **more: Any) ->
     rows = [f'{{"prompt": "{n}x{length}", "answer": "", "prompt_id": "p{n}"}}\n' for n, length in enumerate(lengths)]
     path.write_text("".join(rows))
     mixture = Mixture([SourceConfig(url=f"file:{path}")], kind="prompt", seed=0, repeat=True, shuffle=False)
-    return PromptCursor(mixture, FakeRenderer(), longest=longest, **more)
+    return PromptCursor(mixture, PolicyFormat(FakeRenderer(), {}, ()), longest=longest, **more)
 
 
 def ids(prompts) -> list[str]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from nanodag.config.rl_sections import WeightsSection
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.deepspeed_engine import leave
@@ -47,7 +48,7 @@ def shared_by(rank, path, done, may_end):
     two on rank 0's; it holds the memory until it may end."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     _, shares = _halves(rank)
-    options = {"rank": rank, "prefix": "", "bucket_bytes": 1000, "timeout_s": 60.0}
+    options = {"rank": rank, "prefix": "", "config": WeightsSection(sync_bucket_bytes=1000)}
     first, second = (
         WeightGiver(shares, **options, make_fingerprints=lambda: Fingerprints("checkpoint")) for _ in range(2)
     )

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import WeightsSection
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerError
@@ -57,9 +58,10 @@ class AdapterTrainer(broadcasts.Trainer):
         self.take(weights_of(folder, 1))
         self.weights.shapes = {name: tuple(tensor.shape) for name, tensor in self.weights.tensors.items()}
         self.weights.num_bytes = {name: tensor.nbytes for name, tensor in self.weights.tensors.items()}
-        options = {"rank": 0, "prefix": "", "bucket_bytes": 2000, "timeout_s": broadcasts.TIMEOUT_S}
-        options |= {"lora_scale": SCALE, "gives_adapters": True}
-        self.giver = WeightGiver(self.weights, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
+        timeout_s = broadcasts.TIMEOUT_S
+        weights = WeightsSection(sync_bucket_bytes=2000, sync_timeout_s=timeout_s, lora_sync="adapter")
+        options = {"rank": 0, "prefix": "", "lora_scale": SCALE}
+        self.giver = WeightGiver(self.weights, weights, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
 
     def take(self, weights):
         self.weights.tensors = weights

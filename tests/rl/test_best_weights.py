@@ -2,13 +2,14 @@
 
 import json
 from signal import SIGKILL, SIGTERM
-from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from nanodag.data.mixture import Mixture
 from nanodag.rl.control.evaluations import Evaluations, best_step
+from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.rollouts.metrics import Stopwatch
 from nanodag.rl.rollouts.prompts import PolicyFormat
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
@@ -31,8 +32,8 @@ def stage(folder, **values):
 
 def evaluations_of(job):
     folder = job.inputs["model"]
-    form, services = PolicyFormat(load_renderer(folder), {}, ()), SimpleNamespace(samplers=None, context=64)
-    return Evaluations(job, services, None, Encoding(folder), form, None)
+    generator = RolloutGenerator(job.config, None, None, Encoding(folder), ())
+    return Evaluations(job, generator, PolicyFormat(load_renderer(folder), {}, ()), Stopwatch(), context=64)
 
 
 def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_their_removal(tmp_path):

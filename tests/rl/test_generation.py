@@ -9,9 +9,9 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.inference.seeds import derived_seed as group_seed
-from nanodag.rewards.reward_pool import SampleReward
+from nanodag.rewards.reward import Reward
 from nanodag.rl.rollouts.batch import read_batch, write_batch
-from nanodag.rl.rollouts.prompts import first_prompts
+from nanodag.rl.rollouts.prompts import PolicyFormat, first_prompts
 from tests.rl import fakes
 from tests.rl.fakes import EQUAL, SPREAD, STOP, FakePool, FakeSampler, answers, cursor_over, generator, ids, kept, step
 
@@ -41,7 +41,7 @@ def test_groups_with_spread_are_trained_in_prompt_order_whoever_ends_first(tmp_p
 
 
 def test_a_group_that_is_not_needed_is_aborted_and_the_pool_keeps_the_futures_of_its_rewards(tmp_path):
-    late: list[Future[SampleReward]] = []
+    late: list[Future[Reward | str]] = []
 
     class LatePool(FakePool):
         def submit_group(self, prompt, completions, **reported):
@@ -280,7 +280,7 @@ def test_held_out_prompts_that_are_too_long_are_said(tmp_path, caplog):
     cursor_over(tmp_path, [1, 4, 2, 3])
     source = SourceConfig(url=f"file:{tmp_path}/prompts.jsonl")
     mixture = Mixture([source], kind="prompt", seed=0, part="all", once=True, shuffle=False)
-    prompts, num_too_long = first_prompts(mixture, fakes.FakeRenderer(), count=10, longest=2)
+    prompts, num_too_long = first_prompts(mixture, PolicyFormat(fakes.FakeRenderer(), {}, ()), count=10, longest=2)
     assert (ids(prompts), num_too_long) == (["p0", "p2"], 2)
     (said,) = caplog.records
     assert said.getMessage().startswith("Not evaluated: 2 held-out prompts of more than 2 tokens, what sampler.context")

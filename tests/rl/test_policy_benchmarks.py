@@ -10,6 +10,7 @@ from nanodag.errors import SamplerError
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.inference.protocol import FinishReason
 from nanodag.rl.control.evaluations import PolicyBenchmark
+from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.tokenizer.chat import load_renderer
 from tests.rl.fakes import FakeSampler, completion, config
 from tests.rl.turns import ids_of
@@ -36,7 +37,8 @@ def opened(tmp_path, folder, encoding):
 
         sampler = FakeSampler(says)
         benchmark = open_benchmark(stage.evaluation.benchmarks[0], seed=int(stage.seed))
-        asked = PolicyBenchmark(benchmark, stage.rollout, sampler, encoding, renderer, context=64)
+        generator = RolloutGenerator(stage, sampler, None, encoding, renderer.stop_ids)
+        asked = PolicyBenchmark(benchmark, generator, renderer, context=64)
         return asked, sampler, stage, renderer
 
     return made

@@ -47,8 +47,8 @@ async def settled() -> None:
 def pool_of(
     sampler, cursor: PromptCursor, score=float, *, lag=1, max_batch=66, is_stopping=lambda: False
 ) -> RolloutPool:
-    stage = fakes.config(num_steps=9, max_staleness=lag, sampler={"max_batch": max_batch})
-    return RolloutPool(stage, fakes.generator(sampler, FakePool(score)), cursor, is_stopping=is_stopping)
+    values = {"num_steps": 9, "max_staleness": lag, "sampler": {"max_batch": max_batch}}
+    return RolloutPool(fakes.generator(sampler, FakePool(score), **values), cursor, is_stopping=is_stopping)
 
 
 async def taking(pool: RolloutPool, step: int) -> "asyncio.Task[RolloutBatch]":
@@ -141,7 +141,7 @@ async def test_when_three_of_eight_samplers_are_lost_at_once_every_prompt_is_tra
     async with asyncio.timeout(30), World(tmp_path, size=8) as world:
         made = fakes.generator(world.samplers, FakePool(lambda answer: 1.0), **one)
         cursor = fakes.cursor_over(tmp_path, [1] * 24)
-        pool = RolloutPool(fakes.config(**one), made, cursor)
+        pool = RolloutPool(made, cursor)
         first = asyncio.create_task(pool.take(1))
         while sum(name == "generate" for _, name, _ in world.steps) < 24:
             await asyncio.sleep(0.001)

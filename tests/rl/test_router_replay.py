@@ -87,7 +87,7 @@ def test_two_updates_are_those_of_plain_pytorch_with_the_experts_forced(tmp_path
 def test_rows_have_the_experts_of_each_rollouts_tokens_in_its_place():
     rollouts = with_routes(1)
     (row,) = pack(rollouts, budget_tokens=64, shares_prompts=False, replays_routes=True)
-    assert row.routes.shape == (row.num_tokens, 8)
+    assert row.routes.shape == (len(row.token_ids), 8)
     for (start, length), index in zip(row.prompts.tolist(), row.rollouts.tolist(), strict=True):
         size = length + len(rollouts[index].response_token_ids) - 1
         assert encoded(row.routes[start : start + size]) == rollouts[index].routed_experts

@@ -17,7 +17,7 @@ from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import Policy, to_row
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.teacher_server import TeacherServer, teacher_at
+from nanodag.rl.trainer.teacher_server import ServedTeacher, TeacherServer
 from nanodag.run.build_stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.api.real_engines import served
@@ -113,7 +113,7 @@ def openai_url(folders, tmp_path_factory):
 def test_logprobs_behind_an_openai_api_are_those_of_the_model_at_home(folders, openai_url):
     part = rollouts()
     rows = rows_of(part, 40)
-    found = teacher_at(openai_url, folders["a"], context=64).logprobs([part], [rows])
+    found = ServedTeacher(openai_url, folders["a"], context=64).logprobs([part], [rows])
     policy = Policy(load(folders["b"]), temperature=1.0)
     with torch.no_grad():
         for row, logprobs in zip(rows, found[0], strict=True):
@@ -137,7 +137,7 @@ def test_an_api_that_is_no_teacher_is_refused_before_the_first_step(folders, sco
             self.answer({"choices": [{"index": n, "logprobs": one} for n, one in enumerate(told)]})
 
     with serving(Api) as url, pytest.raises(ConfigError, match=why):
-        teacher_at(f"{url}/v1#m", folders["a"], context=64)
+        ServedTeacher(f"{url}/v1#m", folders["a"], context=64)
 
 
 def both_trained(policy, *teachers):

@@ -11,7 +11,7 @@ from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import calculated, declared_tools
-from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered
+from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.run.build_stage import own_entries, with_identities
 from nanodag.tokenizer import layout
@@ -146,11 +146,11 @@ CALLS_AS_WRITTEN = {
 }
 LONG = {"sampler": {"context": 4000, "max_batch": 9}, "max_new_tokens": 400}
 MESSAGES = [{"role": "user", "content": "4*2?"}]
+RECORD = {"prompt_id": "p", "reward": "exact", "messages": MESSAGES}
 
 
-def prompt_of(format) -> Prompt:
-    record = {"prompt_id": "p", "reward": "exact", "messages": MESSAGES}
-    return Prompt(epoch=0, record=record, token_ids=tuple(format.prompt(MESSAGES)))
+def prompt_of(renderer) -> Prompt:
+    return PolicyFormat(renderer, {}, ()).prompt(0, RECORD)
 
 
 @pytest.mark.parametrize("template", CALLS_AS_WRITTEN, ids=["qwen2.5", "qwen3", "llama3", "coder", "glm"])
@@ -163,7 +163,8 @@ def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
     # a tool that there is not, and where the spelling is Qwen2.5's a text in the place of its arguments
     wrong = [*encoding.encode(written.replace('{"expression": "4*2"}', '"4*2"').replace("calculator", "abacus")), end]
     replies = [call, wrong, [*encoding.encode("so 8"), end]]
-    prompt = prompt_of(PolicyFormat(renderer, stage.rollout.template_options, declared_tools(stage.rollout.generate)))
+    policy_format = PolicyFormat(renderer, stage.rollout.template_options, declared_tools(stage.rollout.generate))
+    prompt = policy_format.prompt(0, RECORD)
     assert "calculator" in encoding.decode(prompt.token_ids)
 
     def said_so_far(request):
@@ -201,7 +202,7 @@ def test_the_stage_s_switches_and_tools_reach_a_prompt_and_its_source_s_own_swit
         return [switches["a"], switches["b"], len(tools)]
 
     asked = PolicyFormat(SimpleNamespace(prompt=prompt), {"a": 1, "b": 1}, ({},))
-    assert rendered(0, {"messages": [], "template_options": {"b": 2}}, asked).token_ids == (1, 2, 1)
+    assert asked.prompt(0, {"messages": [], "template_options": {"b": 2}}).token_ids == (1, 2, 1)
 
 
 @pytest.mark.parametrize("generate", ["one_turn", here("one")])

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import SourceError
-from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from nanodag.tokenizer.call_format import PROBED
 from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer, check_switches, load_renderer
 from nanodag.tokenizer.encoding import Encoding
@@ -255,7 +255,7 @@ def test_a_source_s_switches_reach_its_conversations_in_training_and_its_prompts
 
     def asked(source):
         mixture = Mixture([source], kind="prompt", seed=0, repeat=True)
-        (prompt,) = PromptCursor(mixture, renderer, longest=64).take(1)
+        (prompt,) = PromptCursor(mixture, PolicyFormat(renderer, {}, ()), longest=64).take(1)
         return encoding.decode(prompt.token_ids)
 
     assert ("one" in trained(quiet), "two" in trained(quiet), "one" in asked(quiet)) == (True, True, True)

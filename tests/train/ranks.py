@@ -16,6 +16,7 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 
 from nanodag.config.dial import Shape  # noqa: E402
+from nanodag.config.rl_sections import WeightsSection  # noqa: E402
 from nanodag.config.stage_base import Resources  # noqa: E402
 from nanodag.config.supervised import OptimizerConfig  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
@@ -156,7 +157,7 @@ def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
     folder, found = Fingerprints("checkpoint"), {}
     for name, tensor in weights:
         folder.add(name, tensor)
-    options = {"rank": engine.rank, "prefix": "", "bucket_bytes": 5000, "timeout_s": 60.0, "lora_scale": 2.0}
+    options = {"rank": engine.rank, "prefix": "", "config": WeightsSection(sync_bucket_bytes=5000), "lora_scale": 2.0}
     buckets = WeightGiver(engine.shares, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
     buckets.begin(NOW, fingerprint=False)
     for which in (NOW, KEPT):

@@ -17,6 +17,7 @@ from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.train.loop import Loop, Stopped
 from tests.core_bundle import write_bundle
+from tests.evaluation.tiny import asked_by
 from tests.train import forks, stages
 
 
@@ -42,9 +43,7 @@ def core_lines(workspace):
 
 def of_eval_stage(folder, workspace):
     """The published model's, as an eval stage scores it."""
-    model = EvaluatedModel(
-        workspace / "output", precision="fp32", device="cpu", micro_batch_tokens=1024, max_new_tokens=4
-    )
+    model = EvaluatedModel(workspace / "output", asked_by(max_new_tokens=4))
     config = BenchmarkConfig(name="core", source=f"file:{folder}/eval_data/*/*.jsonl", limit=11)
     scores = run_core(model, config).scores
     return pytest.approx([scores["core"].value, *(scores[task.label].value for task in TASKS)])
@@ -205,7 +204,7 @@ def test_benchmarks_are_asked_as_by_an_eval_stage_and_a_killed_stage_ends_on_the
     assert asked_lines(killed) == asked_lines(wanted) and [line[0] for line in asked_lines(wanted)] == steps
     assert metrics["benchmark_sort"] == asked_lines(wanted)[-1][1]
     config = BenchmarkConfig.model_validate(SORTING)
-    model = EvaluatedModel(wanted / "output", precision="fp32", device="cpu", max_new_tokens=256)
+    model = EvaluatedModel(wanted / "output", asked_by(max_new_tokens=256))
     result = run_benchmark(model, config, chat=True, seed=3, mirror="", folder=folder)
     kept = wanted / "records" / "benchmarks" / f"step-{steps[-1]:08d}.sort.jsonl"
     assert [json.loads(line)["output"] for line in kept.read_text().splitlines()] == [

@@ -268,8 +268,8 @@ def test_a_sample_is_shown_turn_by_turn_with_who_speaks_and_what_is_called(shelf
     spans = [said("so <tool_call>2+2</tool_call>"), heard("4"), said("four"), heard("<|im_start|>user\nSure?")]
     asked(shelf, rollout("p", 0, 1.0, spans, role="solver"))
     ((branch,),) = samples_of(shelf)
-    assert [(t.number, t.speaker, t.is_sampled, t.num_calls) for t in branch.turns] == [
-        (1, "solver", True, 1), (2, "tool", False, 0), (3, "solver", True, 0), (4, "user", False, 0)
+    assert [(t.speaker, t.is_sampled, t.num_calls) for t in branch.turns] == [
+        ("solver", True, 1), ("tool", False, 0), ("solver", True, 0), ("user", False, 0)
     ]  # fmt: skip
     assert "".join(t.text for t in branch.turns[0].tokens if t.kind == "call") == "<tool_call>2+2</tool_call>"
     assert "".join(t.text for t in branch.turns[0].tokens) == "so <tool_call>2+2</tool_call>"

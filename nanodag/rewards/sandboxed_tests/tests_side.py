@@ -171,7 +171,10 @@ class TestsSide:
         space = self._space(job, before, sources)
         for code in codes:
             self._try(code, space)
-        if any(map(_makes_check, sources)) and not any(map(_calls_check, sources)):
+        statements = [statement for tree in sources for statement in tree.body]
+        has_check = any(isinstance(made, ast.FunctionDef) and made.name == "check" for made in statements)
+        called = [s.value.func for s in statements if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+        if has_check and not any(isinstance(function, ast.Name) and function.id == "check" for function in called):
             self._try(compile("check(candidate)", "<test>", "exec"), space)
         if self._channel.is_gone:  # and a test has taken no notice
             raise ProgramGone("the program has ended")
@@ -262,15 +265,14 @@ def _whole(before: str) -> ast.Module:
 
 def _bound(node: ast.AST) -> list[str]:
     """The names that a node makes."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-    if isinstance(node, ast.arg):
-        return [node.arg]
-    if isinstance(node, ast.ExceptHandler):
-        return [node.name] if node.name else []
-    return [node.id] if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) else []
+    match node:
+        case ast.FunctionDef(name=str(name)) | ast.ClassDef(name=str(name)) | ast.ExceptHandler(name=str(name)):
+            return [name]
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+            return [name]
+        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            return [(alias.asname or alias.name).partition(".")[0] for alias in aliases]
+    return []
 
 
 def _modules(nodes: list[ast.AST]) -> set[str]:
@@ -278,15 +280,6 @@ def _modules(nodes: list[ast.AST]) -> set[str]:
     held = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
     others = {node.id for node in nodes if isinstance(node, ast.Name) and not any(node is owner for owner in held)}
     return ({node.id for node in held} - others) & sys.stdlib_module_names
-
-
-def _makes_check(tree: ast.Module) -> bool:
-    return any(isinstance(statement, ast.FunctionDef) and statement.name == "check" for statement in tree.body)
-
-
-def _calls_check(tree: ast.Module) -> bool:
-    calls = [s.value.func for s in tree.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
-    return any(isinstance(function, ast.Name) and function.id == "check" for function in calls)
 
 
 def _replace(container: Any, now: Any) -> None:

@@ -89,10 +89,10 @@ class Controller:
         if not rollout.is_sampled:
             self._generator = SavedRollouts(self._config, services.model)
         elif rollout.order == "arrival":
-            self._pool = RolloutPool(self._config, generator, self._cursor, is_stopping=stop_requested)
+            self._pool = RolloutPool(generator, self._cursor, is_stopping=stop_requested)
         self._replay = ReplayBuffer(self._config)
         self._stopwatch = metrics.Stopwatch()
-        self._evaluations = Evaluations(job, services, generator, encoding, policy_format, self._stopwatch.timed)
+        self._evaluations = Evaluations(job, generator, policy_format, self._stopwatch, context=services.context)
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
@@ -193,7 +193,9 @@ class Controller:
         if rollout.is_sampled:
             values |= batches.staleness_metrics(batch.trained, versions) | replay_metrics(batch, versions)
         if self._config.has_samplers:
-            values |= metrics.sampler_memory(await held_memory(self._services.samplers))
+            held = await held_memory(self._services.samplers)
+            peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]  # not every engine says it
+            values |= {"sampler_peak_bytes": max(peaks)} if peaks else {}
         await self._services.lending.to_trainer()
         path = self._records.rollouts(step, batch)
         if batch.kept and self._config.has_trainer:

@@ -15,28 +15,25 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_sections import HELD_OUT, RolloutSection
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
-from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
 from nanodag.evaluation.results import Answer, BenchmarkResult, Ending
-from nanodag.inference.protocol import Completion, Request
+from nanodag.inference.protocol import Request
 from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
+from nanodag.rl.rollouts.metrics import Stopwatch
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, first_prompts
 from nanodag.rl.rollouts.rollout import finish_reason_of
 from nanodag.tokenizer.chat import ChatRenderer
-from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -44,22 +41,13 @@ log = logging.getLogger(__name__)
 
 class PolicyBenchmark:
     """A benchmark of a stage, and the prompts of its items. How the policy is asked the stage says where the benchmark
-    does not. context: tokens of a sampler's slot."""
+    does not. generator: of the stage's rollouts, whose samplers are asked. context: tokens of a sampler's slot."""
 
     def __init__(
-        self,
-        benchmark: Benchmark,
-        rollout: RolloutSection,
-        sampler: Fleet,
-        encoding: Encoding,
-        renderer: ChatRenderer,
-        *,
-        context: int,
+        self, benchmark: Benchmark, generator: RolloutGenerator, renderer: ChatRenderer, *, context: int
     ) -> None:
-        self.benchmark = benchmark
-        self._config = benchmark.config
-        self._sampler, self._encoding = sampler, encoding
-        self._stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
+        self.benchmark, self._config, rollout = benchmark, benchmark.config, generator.config.rollout
+        self._sampler, self._encoding, self._stop_ids = generator.sampler, generator.encoding, generator.stop_ids
         own = self._config.max_new_tokens
         self._longest = rollout.max_new_tokens if own == "auto" else own
         self._room = context - self._longest
@@ -67,9 +55,9 @@ class PolicyBenchmark:
         switches = {**rollout.template_options, **(source.template_options if source is not None else {})}
         self._prompts = {item.id: renderer.prompt(item.messages, switches) for item in benchmark.items}
         # Thinking tags that are special tokens: the answer is found by them.
-        thinking, known = self._config.thinking, encoding.token_ids()
+        thinking, known = self._config.thinking, self._encoding.token_ids()
         tags = () if thinking is None else (thinking.begin, thinking.end)
-        self._hidden_ids = encoding.special_ids - {known[tag] for tag in tags if tag in known}
+        self._hidden_ids = self._encoding.special_ids - {known[tag] for tag in tags if tag in known}
         if num_over := sum(len(prompt) > self._room for prompt in self._prompts.values()):
             log.warning(
                 "Benchmark %s: %d of %s are longer than %d tokens, what sampler.context leaves beside max_new_tokens; "
@@ -96,17 +84,14 @@ class PolicyBenchmark:
         completions = [completion for (completion,) in await self._sampler.generate(requests)]
         thinking, text = self._config.thinking, self._encoding.decode(prompt).rstrip()
         is_open = thinking is not None and text.endswith(thinking.begin)
-        return [
-            self._answer(completion, stops=request.params.stop or (), is_open=is_open)
-            for completion, request in zip(completions, requests, strict=True)
-        ]
-
-    def _answer(self, completion: Completion, *, stops: Sequence[str], is_open: bool) -> Answer:
-        ending: Ending = "length" if finish_reason_of(completion) == "length" else "stop"
-        ids = completion.output_ids
-        ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
-        text = self._encoding.decode([token for token in ids if token not in self._hidden_ids])
-        return self.benchmark.answer(text, ending=ending, is_open=is_open, stops=stops)
+        answers = []
+        for completion, request in zip(completions, requests, strict=True):
+            ending: Ending = "length" if finish_reason_of(completion) == "length" else "stop"
+            ids, stops = completion.output_ids, request.params.stop or ()
+            ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+            text = self._encoding.decode([token for token in ids if token not in self._hidden_ids])
+            answers.append(self.benchmark.answer(text, ending=ending, is_open=is_open, stops=stops))
+        return answers
 
 
 def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | None:
@@ -118,25 +103,18 @@ def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | 
 
 class Evaluations:
     """The held-out prompts and benchmarks of a stage, the scores of its policies so far, and the best weights, in a
-    folder on its checkpoints' file system that is emptied. timed: a stopwatch's."""
+    folder on its checkpoints' file system that is emptied. context: as of PolicyBenchmark."""
 
     def __init__(
-        self,
-        job: Job,
-        services: Services,
-        generator: RolloutGenerator,
-        encoding: Encoding,
-        policy_format: PolicyFormat,
-        timed: Callable[[str], AbstractContextManager[None]],
+        self, job: Job, generator: RolloutGenerator, policy_format: PolicyFormat, stopwatch: Stopwatch, *, context: int
     ) -> None:
         self._config: RLStage = job.config
-        self._generator, self._timed = generator, timed
-        arguments = (self._config.rollout, services.samplers, encoding, policy_format.renderer)
+        self._generator, self._timed = generator, stopwatch.timed
         self._benchmarks: dict[str, PolicyBenchmark] = {}
         for entry in self._config.evaluation.benchmarks:
             opened = open_benchmark(entry, seed=int(self._config.seed), mirror=str(job.mirror or ""))
-            self._benchmarks[entry.name] = PolicyBenchmark(opened, *arguments, context=services.context)
-        longest = services.context - self._config.rollout.max_new_tokens
+            self._benchmarks[entry.name] = PolicyBenchmark(opened, generator, policy_format.renderer, context=context)
+        longest = context - self._config.rollout.max_new_tokens
         self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
         self._best, self._is_highest = job.workspace / "best", True
         shutil.rmtree(self._best, ignore_errors=True)

@@ -23,7 +23,8 @@ from nanodag.host.threads import cancelled
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.function_rewards import token_places
-from nanodag.rewards.reward_pool import RewardPool, SampleReward
+from nanodag.rewards.reward import Reward
+from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rewards.text_rewards import REPORTED
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
@@ -275,18 +276,19 @@ class RolloutGenerator:
             return answer
         return self.encoding.decode(rollout.without_stop(_last_words(rollout)))
 
-    def _with_score(self, rollout: Rollout, answer: str, score: SampleReward) -> Rollout:
-        reason = {REASON: score.error} if score.error else {}
-        if score.steps is None or not self.config.has_process_reward:
-            return rollout.with_reward(score.value, score.components, **reason)
-        if ANSWER in rollout.metadata:
-            reason = {REASON: "the steps of an answer that a function says have no place in the tokens"}
-            return rollout.with_reward(None, {}, **reason)
+    def _with_score(self, rollout: Rollout, answer: str, score: Reward | str) -> Rollout:
+        steps = score.steps if isinstance(score, Reward) and self.config.has_process_reward else None
+        if steps is not None and ANSWER in rollout.metadata:
+            score = "the steps of an answer that a function says have no place in the tokens"
+        if isinstance(score, str):
+            return rollout.with_reward(None, {}, **{REASON: score})
+        rollout = rollout.with_reward(score.value, score.components)
+        if steps is None:
+            return rollout
         ids = _last_words(rollout)
         before = len(rollout.response_token_ids) - len(ids)
-        places = token_places(score.steps, ids, text=answer, decode=self.encoding.decode)
-        steps = tuple((before + place, value) for place, value in places)
-        return replace(rollout.with_reward(score.value, score.components), steps=steps)
+        places = token_places(steps, ids, text=answer, decode=self.encoding.decode)
+        return replace(rollout, steps=tuple((before + place, value) for place, value in places))
 
 
 def has_failed_reward(rollout: Rollout) -> bool:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.control.generation import WAVES_A_STEP, RolloutGenerator
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
@@ -47,14 +46,9 @@ class RolloutPool:
     have ended what computes rewards, so nothing that ends then counts."""
 
     def __init__(
-        self,
-        config: RLStage,
-        generator: RolloutGenerator,
-        cursor: PromptCursor,
-        *,
-        is_stopping: Callable[[], bool] = lambda: False,
+        self, generator: RolloutGenerator, cursor: PromptCursor, *, is_stopping: Callable[[], bool] = lambda: False
     ) -> None:
-        rollout = config.rollout
+        config, rollout = generator.config, generator.config.rollout
         self._generator, self._cursor, self._is_stopping = generator, cursor, is_stopping
         self._num_steps, self._size, self._lag = config.num_steps, rollout.num_fresh, rollout.max_staleness
         self._max_in_flight = most_in_flight(int(config.sampler.max_batch), rollout.samples_per_prompt)

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,8 @@ async def function_agent(
             "model": MODEL,
             "seed": sample.seed,
         }
-        fork = await in_thread(server.fork)
-        try:
+        with closing(await in_thread(server.fork)) as fork:
             _take(session, (await fork.ask(task, seconds)).get("returned"))
-        finally:
-            fork.close()
 
     return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -53,10 +54,8 @@ async def environment(
     server = shared_server(MAKE, given, limits, name=f"The environment {named!r}")
     with sampler.held():
         fork = await in_thread(server.fork)
-    try:
+    with closing(fork):
         return await _Play(sampler, sample, fork, server.about, max_turns, turn_tokens, step_s).run()
-    finally:
-        fork.close()
 
 
 @dataclass(slots=True)

@@ -147,17 +147,15 @@ def _examples(reads: Iterable[tuple[int, Read]], lowest: float, left_out: Counte
 def _why_not(read: Read, lowest: float) -> str:
     """Why a rollout is no example; empty where it may be one."""
     rollout = read.rollout
-    if rollout.branch:
-        return "a further sequence of a sample"
-    if rollout.reward is None:
-        return "no reward"
-    if rollout.reward < lowest:
-        return "reward too low"
-    if rollout.finish_reason not in ("stop", "text"):
-        return "cut"
-    if any(span.kind == "tool" for span in rollout.spans):
-        return "with text of a tool"
-    return "" if read.messages else "messages not kept"
+    reasons = {
+        "a further sequence of a sample": rollout.branch > 0,
+        "no reward": rollout.reward is None,
+        "reward too low": rollout.reward is not None and rollout.reward < lowest,
+        "cut": rollout.finish_reason not in ("stop", "text"),
+        "with text of a tool": any(span.kind == "tool" for span in rollout.spans),
+        "messages not kept": not read.messages,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _reads(shelf: Shelf, wanted: Wanted, step: int | None) -> Iterator[tuple[int, Read]]:

@@ -172,12 +172,6 @@ def cost_of(totals: Mapping[str, int], *, num_parameters: int, num_head_paramete
     }
 
 
-def sampler_memory(held: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """The most bytes that one has held, of those that say it."""
-    peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]
-    return {"sampler_peak_bytes": max(peaks)} if peaks else {}
-
-
 def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
     """Number of groups that were dropped, by the reason."""
     return {f"dropped_{reason}": float(count) for reason, count in sorted(Counter(reasons).items())}

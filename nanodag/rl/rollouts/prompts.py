@@ -19,7 +19,7 @@ from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import FinishReason, Rollout, Span, from_json, to_json
-from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Messages, Switches, Tools
+from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Switches, Tools
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +61,12 @@ class PolicyFormat:
     switches: Switches
     tools: Tools
 
-    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
-        """Ids up to where the policy begins to speak. switches: of the prompt's source; they go before the stage's."""
-        return self.renderer.prompt(messages, {**self.switches, **switches}, tools=self.tools)
-
-
-def rendered(epoch: int, record: Mapping[str, Any], renderer: PolicyFormat) -> Prompt:
-    """The prompt of a record, with its token ids."""
-    ids = renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES))
-    return Prompt(epoch=epoch, record=record, token_ids=tuple(ids))
+    def prompt(self, epoch: int, record: Mapping[str, Any]) -> Prompt:
+        """The prompt of a record, whose ids end where the policy begins to speak. Switches of the prompt's source go
+        before the stage's."""
+        switches = {**self.switches, **record.get("template_options", NO_SWITCHES)}
+        ids = self.renderer.prompt(record["messages"], switches, tools=self.tools)
+        return Prompt(epoch=epoch, record=record, token_ids=tuple(ids))
 
 
 class PromptCursor:
@@ -81,9 +78,9 @@ class PromptCursor:
     """
 
     def __init__(
-        self, mixture: Mixture, renderer: PolicyFormat, *, longest: int, skip_share: float = 0.0, seed: int = 0
+        self, mixture: Mixture, policy_format: PolicyFormat, *, longest: int, skip_share: float = 0.0, seed: int = 0
     ) -> None:
-        self._mixture, self._renderer, self._longest = mixture, renderer, longest
+        self._mixture, self._format, self._longest = mixture, policy_format, longest
         self._skip_share, self._seed = skip_share, seed
         self._waiting: deque[Prompt] = deque()
         self._passed_over: list[tuple[Prompt, str]] = []
@@ -121,10 +118,7 @@ class PromptCursor:
         """Go on exactly where `state_dict` was called."""
         self._mixture.load_state_dict(state["mixture"])
         self._waiting = deque(
-            replace(
-                rendered(saved["epoch"], saved["record"], self._renderer),
-                begun=tuple(map(from_json, saved["begun"])),
-            )
+            replace(self._format.prompt(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
             for saved in state["waiting"]
         )
         self._without_spread = set(state["without_spread"])
@@ -133,7 +127,7 @@ class PromptCursor:
         num_overlong = 0
         while num_overlong < OVERLONG_IN_A_ROW:
             drawn = next(self._mixture)
-            prompt = rendered(drawn.epoch, drawn.record, self._renderer)
+            prompt = self._format.prompt(drawn.epoch, drawn.record)
             if len(prompt.token_ids) > self._longest:
                 self._passed_over.append((prompt, OVERLONG))
                 num_overlong += 1
@@ -152,7 +146,7 @@ class PromptCursor:
 
 
 def first_prompts(
-    mixture: Iterable[Drawn], renderer: PolicyFormat, *, count: int, longest: int
+    mixture: Iterable[Drawn], policy_format: PolicyFormat, *, count: int, longest: int
 ) -> tuple[list[Prompt], int]:
     """The first prompts of a finite mixture that are not too long: the fixed set that a stage is evaluated on; and how
     many among them were too long."""
@@ -161,7 +155,7 @@ def first_prompts(
     for drawn in mixture:
         if len(prompts) == count:
             break
-        prompt = rendered(drawn.epoch, drawn.record, renderer)
+        prompt = policy_format.prompt(drawn.epoch, drawn.record)
         if len(prompt.token_ids) <= longest:
             prompts.append(prompt)
         else:

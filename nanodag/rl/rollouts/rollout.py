@@ -289,21 +289,17 @@ def from_record(record: Any) -> Rollout:
     version = record.get("format")
     if version != FORMAT_VERSION:
         raise ValueError(f"format is {version!r}; this version of nanodag reads format {FORMAT_VERSION}")
+    rare = {name: record[name] for name in ("branch", "role", "routed_experts") if name in record}
     try:
         return Rollout(
             group_id=str(record["group_id"]),
             prompt_id=str(record["prompt_id"]),
             sample_index=int(record["sample_index"]),
             spans=tuple(_span_from(span) for span in record["spans"]),
-            reward=record["reward"],
-            reward_components=record["reward_components"],
-            finish_reason=record["finish_reason"],
-            metadata=record["metadata"],
             media=tuple(record["media"]),
             steps=tuple((place, score) for place, score in record["steps"]) if "steps" in record else None,
-            branch=record.get("branch", 0),
-            role=record.get("role", ""),
-            routed_experts=record.get("routed_experts", ""),
+            **{name: record[name] for name in ("reward", "reward_components", "finish_reason", "metadata")},
+            **rare,
         )
     except KeyError as error:
         raise ValueError(f"the key {error.args[0]!r} is missing") from error

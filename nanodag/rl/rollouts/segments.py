@@ -36,34 +36,21 @@ def _requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: 
     if not prompt.begun:
         params = params.model_copy(update={"max_new_tokens": min(segment or longest, longest)})
         return [Request(input_ids=list(prompt.token_ids), params=params, rid=rid)]
-    requests = []
-    for rollout in filter(is_unfinished, prompt.begun):
-        index, begun = rollout.sample_index, rollout.num_sampled
-        requests.append(
-            Request(
-                input_ids=[*prompt.token_ids, *rollout.sampled_token_ids],
-                params=_rest(params, index, begun, most=min(segment, longest - begun)),
-                rid=f"{rid}-{index}",
-            )
+    begun = [(rollout, rollout.sample_index, rollout.num_sampled) for rollout in filter(is_unfinished, prompt.begun)]
+    return [
+        Request(
+            input_ids=[*prompt.token_ids, *rollout.sampled_token_ids],
+            params=_rest(params, index, size, most=min(segment, longest - size)),
+            rid=f"{rid}-{index}",
         )
-    return requests
+        for rollout, index, size in begun
+    ]
 
 
 def _rest(params: SamplingParams, index: int, begun: int, *, most: int) -> SamplingParams:
     """Parameters for the rest of sample `index`, of which `begun` tokens are there, at most `most` more."""
     seed = derived_seed(params.sampling_seed or 0, index, str(begun))
     return params.model_copy(update={"n": 1, "max_new_tokens": most, "sampling_seed": seed})
-
-
-def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, longest: int) -> list[Rollout]:
-    """The group as it is after the answers to its requests. longest: tokens of a whole response.
-
-    Raises SamplerError for a completion that the sampler gave up.
-    """
-    nothing_yet = (prompt_span(prompt.token_ids), Span(kind="sampled", token_ids=()))
-    begun = prompt.begun or [prompt.rollout(index, nothing_yet, "abort") for index in range(len(answers[0]))]
-    completions = chain.from_iterable(answers)
-    return [_extended(rollout, next(completions), longest) if is_unfinished(rollout) else rollout for rollout in begun]
 
 
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
@@ -136,10 +123,15 @@ class GroupRequests:
     under_way: dict[str, None] = field(default_factory=dict, init=False)
 
     async def rollouts(self) -> list[Rollout]:
-        """The group's rollouts, as far as they are sampled."""
-        requests = _requests_for(self.prompt, self.params, self.rid, segment=self.segment)
-        requests = [replace(request, return_routed_experts=self.takes_routes) for request in requests]
-        return rollouts_from(self.prompt, await self.ask(requests), longest=self.params.max_new_tokens or 0)
+        """The group's rollouts, as far as they are sampled. Raises SamplerError for a completion that the sampler gave
+        up."""
+        prompt, longest = self.prompt, self.params.max_new_tokens or 0
+        requests = _requests_for(prompt, self.params, self.rid, segment=self.segment)
+        answers = await self.ask([replace(request, return_routed_experts=self.takes_routes) for request in requests])
+        nothing_yet = (prompt_span(prompt.token_ids), Span(kind="sampled", token_ids=()))
+        begun = prompt.begun or [prompt.rollout(index, nothing_yet, "abort") for index in range(len(answers[0]))]
+        completions = chain.from_iterable(answers)
+        return [_extended(one, next(completions), longest) if is_unfinished(one) else one for one in begun]
 
     async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The sampler's answers."""

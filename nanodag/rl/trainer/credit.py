@@ -14,7 +14,7 @@ from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.policy import ByRow, Parts, Reference, Rows, check_beside
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
-from nanodag.rl.trainer.teacher_server import TeacherServer, teacher_at
+from nanodag.rl.trainer.teacher_server import ServedTeacher, TeacherServer
 from nanodag.rl.trainer.update import DeviceSums, Scored, kl_of_rollouts, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
 
@@ -37,7 +37,8 @@ class Credit:
                 self._advantage = config.algorithm.load(config.algorithm.advantage)
         self.teacher: Reference | TeacherServer | None = None
         if teacher.url != "none":
-            self.teacher = teacher_at(teacher.url, inputs["model"], context=int(config.sampler.context))
+            server = ServedTeacher if "#" in teacher.url else TeacherServer
+            self.teacher = server(teacher.url, inputs["model"], context=int(config.sampler.context))
         elif teacher.model != "none":
             folder = folder_beside(config, "teacher", inputs)
             self.teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)

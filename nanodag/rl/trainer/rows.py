@@ -45,10 +45,6 @@ class MicroBatch:
     rollouts: Ints
     routes: NDArray[np.int32]
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
 
 Piece = tuple[int, ...]
 """Rollouts of one group that share a row, by their places in the list that is packed."""

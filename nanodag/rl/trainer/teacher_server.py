@@ -158,11 +158,6 @@ class ServedTeacher(TeacherServer):
                 )
 
 
-def teacher_at(url: str, policy: Path, *, context: int) -> TeacherServer:
-    """The teacher of `teacher.url`."""
-    return (ServedTeacher if "#" in url else TeacherServer)(url, policy, context=context)
-
-
 @retry(
     retry=retry_if_exception(lambda error: isinstance(error, SamplerError) and not isinstance(error, BadRequest)),
     wait=wait_exponential_jitter(multiplier=0.5, max=20.0),

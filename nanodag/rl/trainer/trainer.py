@@ -91,13 +91,11 @@ class Trainer:
         self._lora_scale = config.optimizer.lora_alpha / max(config.optimizer.lora_rank, 1)
         self.giver = WeightGiver(
             self.engine.shares,
+            config.weights,
             rank=self.engine.rank,
             prefix=PREFIX,
-            bucket_bytes=config.weights.sync_bucket_bytes,
-            timeout_s=config.weights.sync_timeout_s,
             make_fingerprints=self._fingerprints,
             lora_scale=self._lora_scale,
-            gives_adapters=config.weights.lora_sync == "adapter",
         )
         self._peak_flops = matmul_peak(device)
         self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanodag.config.rl_sections import WeightsSection
 from nanodag.inference.bound_store import nccl_version
 from nanodag.inference.weight_bodies import largest_bucket
 from nanodag.model.folder import read_tensors
@@ -29,27 +30,24 @@ NOW, KEPT = "now", "kept"
 
 
 class WeightGiver:
-    """One rank's part. prefix: of the parameters' names, before those that transformers gives. bucket_bytes: most that
-    is brought together at once, unless one tensor is larger; 0 by the model's size. timeout_s: most that the making of
-    a group or one broadcast may take. make_fingerprints: new ones, of the tensors that samplers must then hold.
+    """One rank's part. prefix: of the parameters' names, before those that transformers gives. make_fingerprints: new
+    ones, of the tensors that samplers must then hold.
 
     lora_scale: alpha over rank, of a policy with adapters. A bucket is gathered with its adapters, some hundredths of
     its size, and merged on rank 0 by the same code as where weights are written into a folder (nanodag.model.lora), so
-    both ways give the same bits. Rank 0 holds the bucket twice then. gives_adapters: alone, by peft's names, to who
-    merges them by that code; fingerprints are still of the merged tensors.
+    both ways give the same bits. Rank 0 holds the bucket twice then. With `lora_sync: adapter` adapters are given
+    alone, by peft's names, to who merges them by that code; fingerprints are still of the merged tensors.
     """
 
     def __init__(
         self,
         shares: Shares,
+        config: WeightsSection,
         *,
         rank: int,
         prefix: str,
-        bucket_bytes: int,
-        timeout_s: float,
         make_fingerprints: Callable[[], Fingerprints],
         lora_scale: float = 1.0,
-        gives_adapters: bool = False,
     ) -> None:
         self._shares, self._rank, self._prefix, self._lora_scale = shares, rank, prefix, lora_scale
         self._parts: dict[str, list[str]] = {}  # of each parameter: its weight, then its adapters
@@ -57,15 +55,15 @@ class WeightGiver:
             layer, between, _ = name.partition(BETWEEN)
             self._parts.setdefault(f"{layer}.weight" if between else name, []).append(name)
         self._num_bytes = {name: shares.num_bytes[parts[0]] for name, parts in self._parts.items()}
-        self._gives_adapters, names = gives_adapters, list(self._parts)
-        largest = bucket_bytes or largest_bucket(sum(self._num_bytes.values()))
+        self._gives_adapters, names = config.lora_sync == "adapter", list(self._parts)
+        largest = config.sync_bucket_bytes or largest_bucket(sum(self._num_bytes.values()))
         self._merged_buckets = self._buckets = list(in_buckets(names, self._num_bytes, largest))
-        if gives_adapters:
+        if self._gives_adapters:
             names = [name for name in shares.shapes if peft_name(name) != name]
             self._parts |= {name: [name] for name in names}
             self._num_bytes |= {name: shares.num_bytes[name] for name in names}
             self._buckets = list(in_buckets(names, self._num_bytes, largest))
-        self._timeout_s = timeout_s
+        self._timeout_s = config.sync_timeout_s
         self._make_fingerprints = make_fingerprints
         self._fingerprints: Fingerprints | None = None
         self._shared: Tensor | None = None
