@@ -209,7 +209,7 @@ def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, beg
     thread, raised, workspace = begun(run)
     run.stop.set()
     thread.join()
-    assert raised and run.store.mirrored() == [workspace.name]
+    assert raised and run.store.keys("checkpoints") == [workspace.name]
     shutil.rmtree(run.store.local)
     tell("tokenizer", "")
     again = opened(*mirrored, "store.local=two")
@@ -217,7 +217,7 @@ def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, beg
     records = again.store.records(again.store.attempt(found.key, found.attempt))
     lines = [json.loads(line) for line in (records / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["resumed_from"]) for line in lines] == [(3, 2), (4, 2)]
-    assert again.store.mirrored() == [], "what is published needs no checkpoints"
+    assert again.store.keys("checkpoints") == [], "what is published needs no checkpoints"
 
 
 def test_a_local_store_is_told_that_it_has_nothing_to_mirror(project):
