@@ -170,10 +170,7 @@ def _turns(value: str | Sequence[Mapping[str, Any]], role: str, *, is_transcript
     return [{"role": roles[who], "content": said} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-@entry("problem", "conversation")
-def problem(row: Mapping[str, Any]) -> dict[str, Any]:
-    """question -> answer."""
-    return _chat(row["question"], str(row["answer"]))
+entry("problem", "conversation")(lambda row: _chat(row["question"], str(row["answer"])))
 
 
 @entry("problem", "prompt")
@@ -214,17 +211,12 @@ def gsm8k_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return _prompt(row["question"], gsm8k_answer(row["answer"]), "gsm8k")
 
 
-@entry("math", "conversation")
-def math(row: Mapping[str, Any]) -> dict[str, Any]:
-    """problem -> solution (MATH and its relatives)."""
-    return _chat(row["problem"], row["solution"])
-
-
 def _columns(question: str, answer: str, reward: str) -> Adapt:
     """The adapter of a prompt whose question and answer have a column each."""
     return lambda row: _prompt(row[question], row[answer], reward)
 
 
+entry("math", "conversation")(lambda row: _chat(row["problem"], row["solution"]))  # MATH and its relatives
 entry("math", "prompt")(_columns("problem", "answer", "math"))  # the reference answer as LaTeX
 entry("bbh", "prompt")(_columns("input", "target", "short_answer"))  # of BIG-Bench Hard, and what is built like it
 # A fact in a few words, compared as words, without a judge.
