@@ -12,15 +12,6 @@ from nanodag.errors.words import counted
 if TYPE_CHECKING:
     from nanodag.rl.rollouts.rollout_files import Shelf, Wanted
 
-CLASHES = (
-    ("--print", "--export", "one prints samples, the other writes a file"),
-    ("--best", "--pairs", "one writes conversations, the other preferences"),
-    ("--failed", "--best", "a sample that failed is no good answer"),
-    ("--failed", "--pairs", "a sample that failed has no reward to compare"),
-    ("--port", "--print", "the port is that of the page, which --print does without"),
-    ("--port", "--export", "the port is that of the page, which --export does without"),
-)
-NEEDS = (("--best", ("--export",)), ("--pairs", ("--export",)), ("--lowest", ("--best", "--pairs")))
 LEAST_GOOD = 1.0
 
 
@@ -131,11 +122,13 @@ def save_rollouts(
 
 def _refuse_void(context: typer.Context) -> None:
     """Raise ConfigError where an option would do nothing."""
-    values = context.params
+    import yaml
+
+    values, rules = context.params, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     given = {option.opts[0] for option in context.command.params if values.get(option.name or "") != option.default}
-    for flag, other, why in CLASHES:
+    for flag, other, why in rules["clashes"]:
         if {flag, other} <= given:
             raise ConfigError(f"{flag} does not go with {other}: {why}. Leave one of them out.")
-    for option, needed in NEEDS:
+    for option, needed in rules["needs"]:
         if option in given and given.isdisjoint(needed):
             raise ConfigError(f"{option} does nothing without {' or '.join(needed)}; add that, or leave {option} out.")
