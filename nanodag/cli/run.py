@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
+from nanodag.cli.live_table import STYLES, LiveTable, make_console, stage_table
 from nanodag.cli.parameters import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
 from nanodag.config import Pipeline, Resolved, resolve
@@ -295,7 +295,7 @@ class _Attended:
         except KeyboardInterrupt:
             self._console.print("Left; it is still being stopped.")
         if (record := self._record()) is not None:
-            self._console.print(StageTable(progress_of(self._store, record)))
+            self._console.print(stage_table(progress_of(self._store, record), self._console))
         self._tell_how_to_resume()
 
     def _tell_end(self, state: dict[str, str]) -> int:
