@@ -171,12 +171,8 @@ def _turns(value: str | Sequence[Mapping[str, Any]], role: str, *, is_transcript
 
 
 entry("problem", "conversation")(lambda row: _chat(row["question"], str(row["answer"])))
-
-
-@entry("problem", "prompt")
-def problem_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """question; the answer is compared exactly, or as column `reward` says."""
-    return _prompt(row["question"], str(row["answer"]), row.get("reward", "exact"))
+# The answer is compared exactly, or as column `reward` says.
+entry("problem", "prompt")(lambda row: _prompt(row["question"], str(row["answer"]), row.get("reward", "exact")))
 
 
 _CALCULATION = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
@@ -205,10 +201,7 @@ def gsm8k(row: Mapping[str, Any], tools: bool = False) -> dict[str, Any]:
     return _chat(row["question"], _gsm8k_parts(solution) if tools else _CALCULATION.sub("", solution))
 
 
-@entry("gsm8k", "prompt")
-def gsm8k_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The question; its answer is the number alone."""
-    return _prompt(row["question"], gsm8k_answer(row["answer"]), "gsm8k")
+entry("gsm8k", "prompt")(lambda row: _prompt(row["question"], gsm8k_answer(row["answer"]), "gsm8k"))
 
 
 def _columns(question: str, answer: str, reward: str) -> Adapt:
