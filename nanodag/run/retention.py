@@ -331,7 +331,7 @@ def check(store: Store, key: str, attempt: str) -> Finding:
         artifact = store.attempt(key, attempt)
         stage, num_bytes = artifact.stage, artifact.num_bytes
         store.verified(artifact, "files")
-        store.records(artifact)
+        store.verified(artifact, "records")
         state, text = "whole", ""
     except ArtifactNotFound:
         is_there = attempt in store.attempts(key)

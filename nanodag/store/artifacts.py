@@ -194,10 +194,6 @@ class Store:
             f"{self.url} any more. Build that stage first, from the run that this artifact is of."
         )
 
-    def records(self, artifact: Artifact) -> Path:
-        """A local folder with the artifact's records (metrics.jsonl, worker.log), as `verified` has them."""
-        return self.verified(artifact, "records")
-
     def publish(self, key: str, files: Path, *, stage: str, records: Path | None = None, **about: Any) -> Artifact:
         """Add one attempt under a key: copy the files, then the manifest, visible all at once.
 
@@ -379,8 +375,8 @@ class Store:
         return artifact
 
     def verified(self, artifact: Artifact, part: str) -> Path:
-        """A local folder with the artifact's `files` or `records`, each verified against its sha256; pulled first when
-        remote. Raises CorruptArtifact naming the file whose bytes differ."""
+        """A local folder with the artifact's `files` or `records` (metrics.jsonl, worker.log), each verified against
+        its sha256; pulled first when remote. Raises CorruptArtifact naming the file whose bytes differ."""
         folder = self.backend.fetch(artifact, part)
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():
