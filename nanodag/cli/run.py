@@ -1,7 +1,6 @@
 """`nanodag run`: refuse a wrong config, bring the server up, start the flow, show how it goes."""
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nanodag.children.tree import send
 from nanodag.cli.live_table import STYLES, LiveTable, make_console, stage_table
 from nanodag.cli.parameters import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
@@ -168,8 +168,7 @@ def take_over(store: Store, name: str, server: LocalServer, console: Console) ->
             console.print(text, style="dim")
             has_said = True
             if server.has_left_flows():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(before.pid, signal.SIGTERM)
+                send(before.pid, signal.SIGTERM)
         time.sleep(0.2)
 
 
