@@ -58,7 +58,7 @@ def step_seconds(folder: Path, options: argparse.Namespace, *, seed: int, mirror
     run = open_run(f"{'mirrored' if mirrored else 'plain'}-{seed}", file="", preset="pocket", overrides=overrides)
     tokenizer = build_stage(run, "tokenizer", {})
     found = build_stage(run, STAGE, {"tokenizer": tokenizer})
-    records = run.store.records(run.store.attempt(found.key, found.attempt)) / "metrics.jsonl"
+    records = run.store.verified(run.store.attempt(found.key, found.attempt), "records") / "metrics.jsonl"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     times = {line["step"]: line["time"] for line in lines if line["event"] == "step"}
     first, last = options.every, options.steps // options.every * options.every

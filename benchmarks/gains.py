@@ -88,7 +88,7 @@ def write_each(results: Iterable[dict[str, Any]], out: Path) -> None:
 def learned(store: Store, rl: Artifact) -> dict[str, Any]:
     """The mean rewards of an RL stage's first evaluation and its last, their paired difference with its 95 % interval,
     and what it took."""
-    records = store.records(rl) / "rollouts"
+    records = store.verified(rl, "records") / "rollouts"
     first, *_, last = sorted(records.glob("eval-????????.jsonl"))
     found = paired(rewards_in(first), rewards_in(last), "reward")
     trained = [one for path in sorted(records.glob("step-????????.jsonl")) for one in read_rollouts(path)]

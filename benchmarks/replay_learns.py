@@ -63,7 +63,7 @@ def write_presets(store: Store, run: str) -> Path:
     """A pipeline file with a preset that goes on with a run of BASE."""
     document = yaml.safe_load((PROJECT / "pipeline.yaml").read_text())
     pocket = document["presets"]["pocket"]["stages"]
-    records = [str(store.records(artifact_of(store, run, stage)) / "rollouts") for stage in ("rl", "best")]
+    records = [str(store.verified(artifact_of(store, run, stage), "records") / "rollouts") for stage in ("rl", "best")]
     stages: dict[str, Any] = {"report": "drop"}
     for name, stage in variants(pocket["rl"], *records).items():
         stages |= {name: stage, f"eval_{name}": {**pocket["eval_rl"], "inputs": {"model": name}}}

@@ -73,7 +73,7 @@ def write_model(folder: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
-    from nanodag.tokenizer.samples import SAMPLES
+    from nanodag.tokenizer.train import SAMPLES
 
     torch.manual_seed(0)
     save_tokenizer(train_bpe(iter(SAMPLES.values()), MODEL["vocab_size"]), folder)

@@ -78,7 +78,7 @@ class StageView:
         """Lines of metrics.jsonl; of a stage under way those so far."""
         if self.record.made is None and self.record.workspace:
             return DataFrame(read_lines(Path(self.record.workspace) / "metrics.jsonl"))
-        records = self.store.records(self.store.get(f"{self.run.run}:{self.name}"))
+        records = self.store.verified(self.store.get(f"{self.run.run}:{self.name}"), "records")
         return DataFrame(read_lines(records / "metrics.jsonl", is_whole=True))
 
     def scores(self) -> DataFrame:

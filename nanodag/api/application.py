@@ -95,10 +95,7 @@ def _http_error(http: HttpRequest, error: Exception) -> Response:
 
 # How each error is answered, by any application with these endpoints.
 EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
-    Refused: _refused,
-    SamplerError: _refused,
-    TimeoutError: _refused,
-    Exception: _refused,
+    **dict.fromkeys((Refused, SamplerError, TimeoutError, Exception), _refused),
     HTTPException: _http_error,
     **HANDLERS,
 }

@@ -141,8 +141,6 @@ class CompletionReply(Reply):
         return [self.choice(sample, new)] if is_new else []
 
     def _of_prompt(self, sample: SampledChoice) -> list[ScoredToken]:
-        if not self._echo or not sample.answer.prompt_scores:
-            return []
         decoding, offset, placed = Decoding(self.model.tokens), -len(sample.prompt_text), []
         for entry in sample.answer.prompt_scores:
             placed.append(replace(entry, start=offset))

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from nanodag.children.tree import has_ended, how_ended
+from nanodag.children.tree import has_ended, how_ended, send
 
 LOOK_S = 0.02
 STOP_TIMEOUT_S = 5.0
@@ -107,9 +107,8 @@ class Child:
 
     def send(self, signum: int) -> None:
         """Send it a signal, unless it has ended."""
-        with suppress(ProcessLookupError):
-            if self.process.returncode is None:
-                os.kill(self.pid, signum)
+        if self.process.returncode is None:
+            send(self.pid, signum)
 
     def wait(self, timeout_s: float) -> bool:
         """True when it has ended, within this time; heard of at once where the kernel can say it (Linux 5.3)."""

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Self
+from contextlib import ExitStack
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
@@ -32,21 +32,14 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
-class _LiveIfTerminal:
+class _LiveIfTerminal(ExitStack):
     """A context in which a terminal has something that changes; `_live` is None where the output is no terminal."""
 
     def __init__(self, console: Console, *, transient: bool) -> None:
+        super().__init__()
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=transient) if console.is_terminal else None
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        live = Live(console=console, refresh_per_second=4, transient=transient)
+        self._live = self.enter_context(live) if console.is_terminal else None
 
 
 class LiveTable(_LiveIfTerminal):
@@ -64,7 +57,7 @@ class LiveTable(_LiveIfTerminal):
         if self._live is None:
             self._print_changes(stages, state)
         elif stages:
-            self._live.update(StageTable(stages))
+            self._live.update(stage_table(stages, self._console))
         else:
             waits = f"Waiting for the run's process, which loads its packages (Prefect: {state['name']})"
             self._live.update(Text(waits, style="dim"))
@@ -92,18 +85,12 @@ def _line(stage: StageProgress) -> str:
     return "  ".join(p for p in parts if p)
 
 
-class StageTable:
+def stage_table(stages: Sequence[StageProgress], console: Console) -> Table:
     """Stages with state, progress, loss, reward or score, speed, time left, time taken and key, as wide as the
     terminal is: where it is narrow, the key is left out, then the bar, then speed."""
-
-    def __init__(self, stages: Sequence[StageProgress]) -> None:
-        self._stages = stages
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        tables = [_table_of(self._stages, left_out) for left_out in ((), ("key",), ("key", ""), ("key", "", "speed"))]
-        endless = options.update(max_width=1000)
-        widths = [Measurement.get(console, endless, table).maximum for table in tables]
-        yield next((t for t, width in zip(tables, widths) if width <= options.max_width), tables[-1])
+    tables = [_table_of(stages, left_out) for left_out in ((), ("key",), ("key", ""), ("key", "", "speed"))]
+    endless = console.options.update(max_width=1000)
+    return next((t for t in tables if Measurement.get(console, endless, t).maximum <= console.width), tables[-1])
 
 
 def _table_of(stages: Sequence[StageProgress], left_out: Sequence[str]) -> Table:

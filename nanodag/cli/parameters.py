@@ -2,69 +2,33 @@
 
 Every command takes `store.url=URL`, wherever it stands. It is handed on as the environment variable that says the same,
 so whatever resolves a pipeline looks there. Commands that are printed as a next step repeat it, with the pipeline file.
+
+parameters.json has the texts: of what is shared, and of a command's own parameter by `command.parameter`. It is no
+YAML: that parser would be loaded for --help alone.
 """
 
+import json
 import os
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="NAME=VALUE",
-        help="Values to change, as in rl.learning_rate=2e-6 or store.url=/data/store. nanodag config lists all.",
-    ),
-]
-Preset = Annotated[
-    str,
-    typer.Option(
-        "--preset",
-        "-p",
-        metavar="PRESET",
-        help="A preset of the pipeline file. auto: the file's default, on any machine.",
-    ),
-]
-File = Annotated[
-    str,
-    typer.Option(
-        "--file",
-        "-f",
-        metavar="FILE",
-        help="The pipeline file. Default: the one that NANODAG_FILE names, else ./pipeline.yaml, else nanodag's own.",
-    ),
-]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins. Default: the newest run.")]
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="A run's name, or how it begins; a folder; a model of the hub. Default: the newest run."
-    ),
-]
-ModelStage = Annotated[str, typer.Argument(metavar="STAGE", help="A stage that makes a model. Default: the last one.")]
-ThisRun = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or how it begins.")]
-Key = Annotated[
-    str,
-    typer.Argument(
-        metavar="KEY", help="An artifact: its key, or how it begins; KEY/0002 for one attempt; RUN:STAGE for a run's."
-    ),
-]
-On = Annotated[
-    str,
-    typer.Option(
-        "--on",
-        metavar="MACHINE",
-        help="Another machine: 8xH100, 2x8xH100, 1x24GB, 8x96GB:500 (memory and TFLOPS), cpu:2:avx2:16GiB (cores, "
-        "instruction set, memory). Default: this one.",
-    ),
-]
-NewRun = Annotated[
-    str, typer.Option("--name", "-n", metavar="RUN", help="A new run's, or one to resume. Default: preset and time.")
-]
-Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun; it goes on without the terminal.")]
+TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+Overrides = Annotated[list[str] | None, typer.Argument(**TEXTS["overrides"])]
+Preset = Annotated[str, typer.Option("--preset", "-p", **TEXTS["preset"])]
+File = Annotated[str, typer.Option("--file", "-f", **TEXTS["file"])]
+RunName = Annotated[str, typer.Argument(**TEXTS["run_name"])]
+ModelName = Annotated[str, typer.Argument(**TEXTS["model_name"])]
+ModelStage = Annotated[str, typer.Argument(**TEXTS["model_stage"])]
+ThisRun = Annotated[str, typer.Argument(**TEXTS["this_run"])]
+Key = Annotated[str, typer.Argument(**TEXTS["key"])]
+On = Annotated[str, typer.Option("--on", **TEXTS["on"])]
+NewRun = Annotated[str, typer.Option("--name", "-n", **TEXTS["new_run"])]
+Detach = Annotated[bool, typer.Option("--detach", **TEXTS["detach"])]
 
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}

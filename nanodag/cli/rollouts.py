@@ -5,55 +5,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanodag.cli.parameters import File, RunName
+from nanodag.cli.parameters import TEXTS, File, RunName
 from nanodag.errors import ArtifactNotFound, ConfigError, NanodagError
 from nanodag.errors.words import counted
 
 if TYPE_CHECKING:
     from nanodag.rl.rollouts.rollout_files import Shelf, Wanted
 
-CLASHES = (
-    ("--print", "--export", "one prints samples, the other writes a file"),
-    ("--best", "--pairs", "one writes conversations, the other preferences"),
-    ("--failed", "--best", "a sample that failed is no good answer"),
-    ("--failed", "--pairs", "a sample that failed has no reward to compare"),
-    ("--port", "--print", "the port is that of the page, which --print does without"),
-    ("--port", "--export", "the port is that of the page, which --export does without"),
-)
-NEEDS = (("--best", ("--export",)), ("--pairs", ("--export",)), ("--lowest", ("--best", "--pairs")))
 LEAST_GOOD = 1.0
 
 
 def rollouts(
     context: typer.Context,
     run: RunName = "",
-    stage: Annotated[
-        str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
-    ] = "",
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free."),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="STEP", min=0, help="Of this step. Default: the newest; with --export: all."),
-    ] = None,
-    role: Annotated[str, typer.Option(metavar="ROLE", help="What this role said.")] = "",
-    failed: Annotated[bool, typer.Option("--failed", help="Samples that failed, with the reason.")] = False,
-    samples: Annotated[
-        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
-    ] = 0,
-    export: Annotated[str, typer.Option(metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")] = "",
-    best: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
-    ] = 0,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
-    ] = False,
-    lowest: Annotated[
-        float | None,
-        typer.Option(metavar="REWARD", help="With --best or --pairs: a good answer's least reward. Default: 1."),
-    ] = None,
+    stage: Annotated[str, typer.Argument(**TEXTS["rollouts.stage"])] = "",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, **TEXTS["rollouts.port"])] = None,
+    step: Annotated[int | None, typer.Option(min=0, **TEXTS["rollouts.step"])] = None,
+    role: Annotated[str, typer.Option(**TEXTS["rollouts.role"])] = "",
+    failed: Annotated[bool, typer.Option("--failed", **TEXTS["rollouts.failed"])] = False,
+    samples: Annotated[int, typer.Option("--print", min=0, **TEXTS["rollouts.samples"])] = 0,
+    export: Annotated[str, typer.Option(**TEXTS["rollouts.export"])] = "",
+    best: Annotated[int, typer.Option(min=0, **TEXTS["rollouts.best"])] = 0,
+    pairs: Annotated[bool, typer.Option("--pairs", **TEXTS["rollouts.pairs"])] = False,
+    lowest: Annotated[float | None, typer.Option(**TEXTS["rollouts.lowest"])] = None,
     file: File = "",
 ) -> None:
     """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.
@@ -131,11 +105,13 @@ def save_rollouts(
 
 def _refuse_void(context: typer.Context) -> None:
     """Raise ConfigError where an option would do nothing."""
-    values = context.params
+    import yaml
+
+    values, rules = context.params, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     given = {option.opts[0] for option in context.command.params if values.get(option.name or "") != option.default}
-    for flag, other, why in CLASHES:
+    for flag, other, why in rules["clashes"]:
         if {flag, other} <= given:
             raise ConfigError(f"{flag} does not go with {other}: {why}. Leave one of them out.")
-    for option, needed in NEEDS:
+    for option, needed in rules["needs"]:
         if option in given and given.isdisjoint(needed):
             raise ConfigError(f"{option} does nothing without {' or '.join(needed)}; add that, or leave {option} out.")

@@ -1,7 +1,6 @@
 """`nanodag run`: refuse a wrong config, bring the server up, start the flow, show how it goes."""
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -12,7 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
+from nanodag.children.tree import send
+from nanodag.cli.live_table import STYLES, LiveTable, make_console, stage_table
 from nanodag.cli.parameters import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
 from nanodag.config import Pipeline, Resolved, resolve
@@ -168,8 +168,7 @@ def take_over(store: Store, name: str, server: LocalServer, console: Console) ->
             console.print(text, style="dim")
             has_said = True
             if server.has_left_flows():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(before.pid, signal.SIGTERM)
+                send(before.pid, signal.SIGTERM)
         time.sleep(0.2)
 
 
@@ -295,7 +294,7 @@ class _Attended:
         except KeyboardInterrupt:
             self._console.print("Left; it is still being stopped.")
         if (record := self._record()) is not None:
-            self._console.print(StageTable(progress_of(self._store, record)))
+            self._console.print(stage_table(progress_of(self._store, record), self._console))
         self._tell_how_to_resume()
 
     def _tell_end(self, state: dict[str, str]) -> int:

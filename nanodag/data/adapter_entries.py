@@ -170,16 +170,9 @@ def _turns(value: str | Sequence[Mapping[str, Any]], role: str, *, is_transcript
     return [{"role": roles[who], "content": said} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-@entry("problem", "conversation")
-def problem(row: Mapping[str, Any]) -> dict[str, Any]:
-    """question -> answer."""
-    return _chat(row["question"], str(row["answer"]))
-
-
-@entry("problem", "prompt")
-def problem_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """question; the answer is compared exactly, or as column `reward` says."""
-    return _prompt(row["question"], str(row["answer"]), row.get("reward", "exact"))
+entry("problem", "conversation")(lambda row: _chat(row["question"], str(row["answer"])))
+# The answer is compared exactly, or as column `reward` says.
+entry("problem", "prompt")(lambda row: _prompt(row["question"], str(row["answer"]), row.get("reward", "exact")))
 
 
 _CALCULATION = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
@@ -208,16 +201,7 @@ def gsm8k(row: Mapping[str, Any], tools: bool = False) -> dict[str, Any]:
     return _chat(row["question"], _gsm8k_parts(solution) if tools else _CALCULATION.sub("", solution))
 
 
-@entry("gsm8k", "prompt")
-def gsm8k_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The question; its answer is the number alone."""
-    return _prompt(row["question"], gsm8k_answer(row["answer"]), "gsm8k")
-
-
-@entry("math", "conversation")
-def math(row: Mapping[str, Any]) -> dict[str, Any]:
-    """problem -> solution (MATH and its relatives)."""
-    return _chat(row["problem"], row["solution"])
+entry("gsm8k", "prompt")(lambda row: _prompt(row["question"], gsm8k_answer(row["answer"]), "gsm8k"))
 
 
 def _columns(question: str, answer: str, reward: str) -> Adapt:
@@ -225,6 +209,7 @@ def _columns(question: str, answer: str, reward: str) -> Adapt:
     return lambda row: _prompt(row[question], row[answer], reward)
 
 
+entry("math", "conversation")(lambda row: _chat(row["problem"], row["solution"]))  # MATH and its relatives
 entry("math", "prompt")(_columns("problem", "answer", "math"))  # the reference answer as LaTeX
 entry("bbh", "prompt")(_columns("input", "target", "short_answer"))  # of BIG-Bench Hard, and what is built like it
 # A fact in a few words, compared as words, without a judge.

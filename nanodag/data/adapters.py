@@ -20,14 +20,8 @@ from nanodag.errors.words import listed, nearest
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
-_GENERIC: dict[Kind, str] = {
-    "document": "text",
-    "conversation": "messages",
-    "prompt": "prompt",
-    "preference": "preference",
-    "judgement": "preference",
-    "stepwise": "stepwise",
-}
+# Adapters that expect a kind's columns and are not called as it is.
+_GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "judgement": "preference"}
 
 
 def adapter_name(name: str, url: str, kind: Kind) -> str:
@@ -39,7 +33,7 @@ def adapter_name(name: str, url: str, kind: Kind) -> str:
         return known
     if parsed.kind in ("reasoning_gym", "verifiers"):
         return parsed.kind
-    return _GENERIC[kind]
+    return _GENERIC.get(kind, kind)
 
 
 def kind_of(name: str, url: str, wanted: Wanted) -> Kind:

@@ -140,11 +140,8 @@ def _texts(value: Any) -> Iterator[str]:
     """Every string inside a row."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from _texts(inner)
 
 

@@ -145,14 +145,11 @@ class RowOrder:
         share = self._share()
         return self._from_front() if share is None else share.rows(self.taken)
 
-    def _own(self, shards: Sequence[RemoteFile]) -> list[int]:
-        """Numbers of this rank's shards in the order of this pass: all of them where ranks are more."""
-        order = permutation(len(shards), self._seed, self.epoch, -1) if self._shuffle else range(len(shards))
-        return list(map(int, order if len(shards) < self._world else order[self._rank :: self._world]))
-
     def _from_shards(self, shards: Sequence[RemoteFile]) -> Iterator[tuple[int, Row]]:
-        own = self._own(shards)
-        rank, world = (self._rank, self._world) if len(shards) < self._world else (0, 1)
+        order = permutation(len(shards), self._seed, self.epoch, -1) if self._shuffle else range(len(shards))
+        is_shared = len(shards) < self._world  # each rank has all of them then, and its own rows of each
+        own = list(map(int, order if is_shared else order[self._rank :: self._world]))
+        rank, world = (self._rank, self._world) if is_shared else (0, 1)
         while self.shard < len(own):
             number = own[self.shard]
             if not self.rows_of_shard or self.taken < self.rows_of_shard:

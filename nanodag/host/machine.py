@@ -35,17 +35,6 @@ BYTES_PER_FLOP = 3.4e-3  # of memory bandwidth, where only TFLOPS are said: an H
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstructionSet:
-    """Speed of one core, in FLOPs a second, in float32 and bfloat16."""
-
-    fp32: float
-    bf16: float
-
-
-INSTRUCTION_SETS = {name: InstructionSet(fp32=1e9 * of["fp32"], bf16=1e9 * of["bf16"]) for name, of in SETS.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """A model of GPU. memory: bytes. capability: CUDA's, as 9.0. peak: dense bfloat16 FLOPs a second and bandwidth:
     bytes a second, from the vendor's data sheet; 0 where it is not known."""
@@ -78,7 +67,7 @@ GPUS = tuple(
 class Machine:
     """One node's hardware, and how many such nodes there are.
 
-    cores: usable, by affinity and quota. instruction_set: one of INSTRUCTION_SETS. memory: bytes of host memory that
+    cores: usable, by affinity and quota. instruction_set: one of SETS. memory: bytes of host memory that
     may be used. disk: bytes free where the store lies. num_gpus: on each node, all of one model. sglang: whether SGLang
     for GPUs is installed, which decides settings as hardware does.
     """
@@ -101,11 +90,11 @@ class Machine:
         """True where it multiplies bfloat16 at least twice as fast as float32 on a device, `cpu` or `cuda`."""
         if device == "cuda":
             return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
-        return self.core.bf16 >= 2 * self.core.fp32
+        return self.core_flops("bf16") >= 2 * self.core_flops("fp32")
 
-    @property
-    def core(self) -> InstructionSet:
-        return INSTRUCTION_SETS[self.instruction_set]
+    def core_flops(self, precision: Literal["fp32", "bf16"]) -> float:
+        """FLOPs a second of one core."""
+        return 1e9 * float(SETS[self.instruction_set][precision])
 
     @property
     def short(self) -> str:
@@ -149,8 +138,8 @@ def machine_of(text: str) -> Machine:
         raise _wrong(text, "has none of something")
     if not re.fullmatch(r"[1-9]\d{0,3}", host[0]):
         raise _wrong(text, f"has {host[0]!r:.20} cores")
-    if host[1] not in INSTRUCTION_SETS:
-        raise _wrong(text, f"has the instruction set {host[1]!r}, and there are {', '.join(INSTRUCTION_SETS)}")
+    if host[1] not in SETS:
+        raise _wrong(text, f"has the instruction set {host[1]!r}, and there are {', '.join(SETS)}")
     return Machine(
         cores=int(host[0]),
         instruction_set=host[1],

@@ -99,10 +99,10 @@ class PlannedDevices:
     @property
     def peak(self) -> float:
         """FLOPs a second of all of them; 0 where the machine's GPU is not known."""
-        gpu, core, is_bf16 = self.machine.gpu, self.machine.core, self.precision == "bf16"
+        gpu, is_bf16 = self.machine.gpu, self.precision == "bf16"
         if self.device == "cuda":
             return self.count * self.gpus_each * gpu.peak * (1.0 if is_bf16 else FP32_SHARE) if gpu is not None else 0.0
-        return self.count * (core.bf16 if is_bf16 else core.fp32)
+        return self.count * self.machine.core_flops("bf16" if is_bf16 else "fp32")
 
     def decoding_s(self, model: ModelSize, asked: Sequence[Asked], *, context: int, at_once: int) -> float | None:
         """Seconds to decode samples whose tokens see a context, with a sampler on each device of at_once places.

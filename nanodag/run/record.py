@@ -392,7 +392,7 @@ def context_stages(
             folders["files"] = str(store.verified(artifact, "files"))
         num_bytes = sum(facts["bytes"] for facts in artifact.records.values())
         if folders["files"] or ((not store.is_remote or num_bytes <= MOST_RECORDS) and has_records(artifact)):
-            folders["records"] = str(store.records(artifact))
+            folders["records"] = str(store.verified(artifact, "records"))
         shown[stage] = {**{field: getattr(artifact, field) for field in _REPORTED}, "lineage": lineage, **folders}
     return shown
 

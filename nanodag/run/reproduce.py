@@ -74,11 +74,12 @@ def reproduce(
         files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
         if is_same := set(files.values()) == {"same"}:
             shutil.rmtree(workspace)
+    was, now = artifact.environment, environment(str(stage.resources.device))
     return Reproduction(
         digest=content_digest(hashes),
         files=files,
         metrics=result.metrics,
-        environment=_changed(artifact.environment, environment(str(stage.resources.device))),
+        environment={n: (was.get(n), now.get(n)) for n in {**was, **now} if was.get(n) != now.get(n)},
         workspace=None if is_same else workspace,
     )
 
@@ -120,7 +121,3 @@ def _compared(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, 
     verdicts |= dict.fromkeys(before.keys() - after.keys(), "missing")
     verdicts |= dict.fromkeys(after.keys() - before.keys(), "new")
     return dict(sorted(verdicts.items()))
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {n: (before.get(n), after.get(n)) for n in {**before, **after} if before.get(n) != after.get(n)}

@@ -79,7 +79,7 @@ def plan(store: Store, *, keep_runs: int = 0, keep_days: float = 0.0, keep_best:
     and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run refers to.
     keep_best: kept whatever refers to it, with what it was made from.
     """
-    records = store.all_records()
+    records = store.records_of_runs(needs_all=True)
     limit = time.time() - keep_days * 86400.0 if keep_days else float("inf")
     retired = _retired(records, keep_runs, limit) if keep_runs or keep_days else []
     staying = {name: record for name, record in records.items() if name not in retired}
@@ -107,7 +107,7 @@ def plan(store: Store, *, keep_runs: int = 0, keep_days: float = 0.0, keep_best:
     items += _copies(store, attempts, kept)
     items += [
         Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run resumes these checkpoints")
-        for key in store.mirrored()
+        for key in store.keys("checkpoints")
         if key not in unfinished
     ]
     items += [
@@ -154,7 +154,7 @@ def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: li
         if hidden:
             time.sleep(settle_s)
             attempts = _attempts(store, [], found.attempts)
-            references = _with_origins(attempts, _references(store.all_records()))
+            references = _with_origins(attempts, _references(store.records_of_runs(needs_all=True)))
             for reference in [r for r in hidden if _is_in(r, references)]:
                 _bring_back(store, reference, hidden[reference][0], stayed, "a run has come to refer to it")
                 del hidden[reference]
@@ -192,7 +192,7 @@ def _remove(store: Store, item: Item, stayed: list[str]) -> int:
     key, *attempt = name.split("/") if item.what == "copy" else name.split("/")[:1]
     try:
         with store.building(key, timeout_s=0.0):
-            if _is_in(ArtifactReference(key, *attempt), _references(store.all_records())):
+            if _is_in(ArtifactReference(key, *attempt), _references(store.records_of_runs(needs_all=True))):
                 stayed.append(f"{item.name}: a run has come to refer to it")
                 return 0
             if item.what == "leftover":
@@ -331,7 +331,7 @@ def check(store: Store, key: str, attempt: str) -> Finding:
         artifact = store.attempt(key, attempt)
         stage, num_bytes = artifact.stage, artifact.num_bytes
         store.verified(artifact, "files")
-        store.records(artifact)
+        store.verified(artifact, "records")
         state, text = "whole", ""
     except ArtifactNotFound:
         is_there = attempt in store.attempts(key)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
+import yaml
 
 from nanodag.children.child import start_child
 from nanodag.config import Pipeline
@@ -42,6 +43,9 @@ HEARTBEAT_S = 30  # how often a flow's process says that it is there
 _MAY_BE_UNDER_WAY = (
     "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
     "checkpoints when run again: nanodag server stop"
+)
+_ENVIRONMENT: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("prefect.yaml").read_text(encoding="utf-8")
 )
 _SERVER, _RESPAWN = f"{ABOVE}flows.prefect_server", "nanodag.worker.respawn"
 
@@ -227,11 +231,9 @@ class LocalServer:
             say(f"Port {preferred_port} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server, which takes some 10 to 30 s ...")
         command = [sys.executable, "-m", _SERVER, "start", "--host", self._host, "--port", str(port)]
-        variables: dict[str, str] = {
-            # A page's scripts must not create flow runs (flows.prefect_server). The UI asks the address it came from.
+        variables = _ENVIRONMENT["server"] | {
+            # A page's scripts must not create flow runs.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{self._host}:{port}",
-            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
-            "PREFECT_UI_API_URL": "/api",
             "NANODAG_HOSTS": " ".join({self._host: None, HOST: None, "localhost": None}),
             "NANODAG_PROXIES": " ".join(self._config.proxy_names),
         }
@@ -315,20 +317,14 @@ class LocalServer:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
         login = read_login(self._password_file)
         return kept | {
+            **_ENVIRONMENT["all"],
             **({"PREFECT_API_AUTH_STRING": ":".join(login)} if login is not None else {}),
             "PREFECT_HOME": str(self.home),
             "PREFECT_PROFILES_PATH": str(self.home / "profiles.toml"),
             "PREFECT_API_URL": f"http://{self._host}:{port}/api",
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "PREFECT_UI_STATIC_DIRECTORY": str(self.home / "ui"),
-            "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
-            "PREFECT_LOGGING_EXTRA_LOGGERS": "nanodag",
-            "DO_NOT_TRACK": "1",
             "NO_PROXY": f"{HOST},localhost,{self._host}",
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONSAFEPATH": "1",
             "NANODAG_STORE": self._store_url,
             **({"NANODAG_STORE_LOCAL": str(self._store_local)} if "://" in self._store_url else {}),
             "NANODAG_FILE": str(self._file),

@@ -144,9 +144,9 @@ class Store:
             )
         return keys[0]
 
-    def keys(self) -> list[str]:
-        """Every key that has at least one attempt."""
-        return sorted(n for n in self.backend.names("artifacts") if SAFE_NAME.fullmatch(n))
+    def keys(self, folder: str = "artifacts") -> list[str]:
+        """Every key that has at least one attempt; in the folder `checkpoints`, every one with mirrored checkpoints."""
+        return sorted(n for n in self.backend.names(folder) if SAFE_NAME.fullmatch(n))
 
     def attempts(self, key: str) -> list[str]:
         """Names of the attempts under a key, oldest first, whether they are whole or not."""
@@ -194,10 +194,6 @@ class Store:
             f"{self.url} any more. Build that stage first, from the run that this artifact is of."
         )
 
-    def records(self, artifact: Artifact) -> Path:
-        """A local folder with the artifact's records (metrics.jsonl, worker.log), as `verified` has them."""
-        return self.verified(artifact, "records")
-
     def publish(self, key: str, files: Path, *, stage: str, records: Path | None = None, **about: Any) -> Artifact:
         """Add one attempt under a key: copy the files, then the manifest, visible all at once.
 
@@ -228,9 +224,6 @@ class Store:
         if not isinstance(self.backend, RemoteBackend):
             raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
         return Mirror(self.backend, safe_name(key), folder)
-
-    def mirrored(self) -> list[str]:
-        return sorted(n for n in self.backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
         """Remove what the back end's `hide` took out of sight, and this host's copy of it."""
@@ -326,18 +319,14 @@ class Store:
         """Names of all runs that have a readable record, oldest first."""
         return list(self.records_of_runs())
 
-    def records_of_runs(self) -> dict[str, RunRecord]:
-        """Every readable record by its run's name, oldest first; a warning names each other one."""
+    def records_of_runs(self, *, needs_all: bool = False) -> dict[str, RunRecord]:
+        """Every readable record by its run's name, oldest first; a warning names each other one. needs_all: raise
+        StoreError instead, naming the first one that cannot be read."""
         records, unreadable = self._records()
         for error in unreadable.values():
+            if needs_all:
+                raise error
             log.warning("%s It is passed over.", error)
-        return records
-
-    def all_records(self) -> dict[str, RunRecord]:
-        """The same for who needs all of them. Raises StoreError naming the first one that cannot be read."""
-        records, unreadable = self._records()
-        for error in unreadable.values():
-            raise error
         return records
 
     def unreadable_runs(self) -> dict[str, StoreError]:
@@ -386,8 +375,8 @@ class Store:
         return artifact
 
     def verified(self, artifact: Artifact, part: str) -> Path:
-        """A local folder with the artifact's `files` or `records`, each verified against its sha256; pulled first when
-        remote. Raises CorruptArtifact naming the file whose bytes differ."""
+        """A local folder with the artifact's `files` or `records` (metrics.jsonl, worker.log), each verified against
+        its sha256; pulled first when remote. Raises CorruptArtifact naming the file whose bytes differ."""
         folder = self.backend.fetch(artifact, part)
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from nanodag.errors import NanodagError, StoreBusy, StoreError
 
@@ -25,15 +26,7 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 20
 NOT_REGULAR = -2
 _TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
-_MENDS = {
-    errno.ENOSPC: "The disk is full: free some of it (nanodag gc shows what the store can do without), then resume",
-    errno.EDQUOT: "Your disk quota is used up: free some of it (nanodag gc), then resume",
-    errno.EFBIG: "A file may not get as large as that: raise the limit (ulimit -f), then resume",
-    errno.EROFS: "The file system is read-only: mount it writable, or choose another store with store.url=PATH",
-    errno.EACCES: "This user may not write there: change the permissions, or choose another store with store.url=PATH",
-    errno.EPERM: "This user may not write there: change the permissions, or choose another store with store.url=PATH",
-    errno.EIO: "The disk reports an error: look at it before you resume",
-}
+_MENDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("mends.yaml").read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
@@ -44,7 +37,7 @@ def writing(what: str) -> Iterator[None]:
     except NanodagError:
         raise
     except OSError as error:
-        mend = _MENDS.get(error.errno or 0, "Mend that, then resume")
+        mend = _MENDS.get(errno.errorcode.get(error.errno or 0, ""), "Mend that, then resume")
         raise StoreError(f"{what} failed ({error}). {mend}; nothing that was there before was touched.") from error
 
 

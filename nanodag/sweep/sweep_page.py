@@ -81,7 +81,8 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
                 scores |= _scores(name, folder, first)
         drawn = None
         if artifact is not None and len(rows) < MAX_LINES:
-            drawn = ReportedStage.read("", {**vars(artifact), "files": "", "records": run.store.records(artifact)})
+            records = run.store.verified(artifact, "records")
+            drawn = ReportedStage.read("", {**vars(artifact), "files": "", "records": records})
         rows.append(PointRow(point=point, artifact=artifact, stage=drawn, scores=scores))
     tested = [(row.scores, label, s.difference) for row in rows for label, s in row.scores.items() if s.difference]
     for (scores, label, _), p in zip(tested, holm([difference.p_value for *_, difference in tested]), strict=True):

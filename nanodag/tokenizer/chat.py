@@ -251,8 +251,14 @@ class TemplateRenderer:
         switches: Sequence[Switches] | None = None,
         tools: Sequence[Tools] | None = None,
     ) -> list[Rendered]:
-        for messages in conversations:
-            self._check_parts(messages)
+        contents = (message["content"] for messages in conversations for message in messages)
+        if not all(isinstance(content, str) for content in contents) and not self._takes_parts:
+            raise SourceError(
+                f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has "
+                "no place for them; it takes text alone. Leave out the option `tools` of the source's adapter, or "
+                "write calls and results as text. The template of a tokenizer that nanodag trained has a place for "
+                "them."
+            )
         if any(tools or ()) and not self.takes_tools:
             raise SourceError(f"The chat template of {self._folder} declares no tools. {WITHOUT_TOOLS}")
         render, count = self._marked if self._marks else self._compared, len(conversations)
@@ -320,15 +326,6 @@ class TemplateRenderer:
 
     def _probed(self, messages: Messages, is_open: bool) -> str:
         return self._text(messages, NO_SWITCHES, add_generation_prompt=is_open, tools=[PROBED])
-
-    def _check_parts(self, messages: Messages) -> None:
-        if all(isinstance(message["content"], str) for message in messages) or self._takes_parts:
-            return
-        raise SourceError(
-            f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has no "
-            "place for them; it takes text alone. Leave out the option `tools` of the source's adapter, or write "
-            "calls and results as text. The template of a tokenizer that nanodag trained has a place for them."
-        )
 
     @cached_property
     def _takes_parts(self) -> bool:

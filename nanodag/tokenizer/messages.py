@@ -36,11 +36,10 @@ def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages as chat templates take them, calls' arguments as objects. Raises SourceError for what is no JSON."""
-    template_messages = []
-    for number, message in enumerate(all_plain(messages)):
+    template_messages = all_plain(messages)
+    for number, message in enumerate(template_messages):
         if "tool_calls" in message:
             message["tool_calls"] = [_with_object(call, number) for call in message["tool_calls"]]
-        template_messages.append(message)
     return template_messages
 
 

@@ -103,7 +103,7 @@ class TokenBatches:
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._trained = [(0, 0)] * len(sources)
         self._prefetch = prefetch
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: deque[Future[_Made | None]] = deque()
         self._num_chunks = tokenising_threads + 1
         self._tokenisers = ThreadPoolExecutor(tokenising_threads) if tokenising_threads else None
@@ -121,8 +121,8 @@ class TokenBatches:
             raise StopIteration
         self._ahead.popleft()
         self._returned, self._returned_progress = made.position, made.progress
-        while self._executor is not None and len(self._ahead) < self._prefetch:
-            self._ahead.append(self._submit())
+        while len(self._ahead) < self._prefetch:
+            self._ahead.append(self._executor.submit(self._make))
         return made.batch
 
     def take(self, number: int) -> list[Batch]:
@@ -216,15 +216,8 @@ class TokenBatches:
 
     def _upcoming(self) -> _Made | None:
         if not self._ahead:
-            self._ahead.append(self._submit())
+            self._ahead.append(self._executor.submit(self._make))
         return self._ahead[0].result()
-
-    def _submit(self) -> "Future[_Made | None]":
-        if self._executor is not None:
-            return self._executor.submit(self._make)
-        future: Future[_Made | None] = Future()
-        future.set_result(self._make())
-        return future
 
     def _begin(self, window: dict[str, Any], number: int = 0) -> None:
         """Read on from a window's first record. number: of the windows before it."""

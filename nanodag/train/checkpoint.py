@@ -73,7 +73,7 @@ def newest_of_all(checkpoints: Checkpoints, engine: "TrainEngine") -> Path | Non
     their data cursors cannot be dealt out again.
     """
     newest = checkpoints.newest_valid()
-    steps = [int(step) for step in engine.by_rank(-1 if newest is None else newest[0])]
+    steps = engine.gathered(-1 if newest is None else newest[0])
     if len(set(steps)) > 1:
         raise CorruptArtifact(
             f"The ranks find different checkpoints in {checkpoints.path}; their steps, rank by rank: {steps}, -1 for "

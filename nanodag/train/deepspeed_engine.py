@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import deepspeed
 import deepspeed.ops
 import torch
+import yaml
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -215,10 +216,6 @@ class TrainEngine:
         maximum = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
         return float(maximum)
-
-    def by_rank(self, value: float) -> list[float]:
-        """The value of each rank, on every rank."""
-        return self.summed(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
     def highest_device_bytes(self) -> int:
         """The most memory that torch has held on this rank's GPU; 0 on a CPU."""
@@ -411,22 +408,12 @@ def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
 
 
 def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offload: Resources | None) -> dict[str, Any]:
-    # Under ZeRO-3 the optimizer is called once for each sub-group of a rank's elements (1e9 by default), and would then
-    # make several updates a step, each without the other groups' gradients.
-    zero: dict[str, Any] = {"stage": zero_stage, "round_robin_gradients": False, "sub_group_size": 1 << 50}
+    config: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    config["zero_optimization"]["stage"] = zero_stage
     for name in ("offload_optimizer", "offload_param"):
         if offload is not None and getattr(offload, name) == "cpu":
-            zero[name] = {"device": "cpu", "pin_memory": device == "cuda"}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW steps on a CPU
-        "zero_optimization": zero,
-        "gradient_clipping": 0.0,  # SegmentedOptimizer clips
-        "steps_per_print": 1 << 40,
-        "bf16": {"enabled": precision == "bf16"},
-    }
+            config["zero_optimization"][name] = {"device": "cpu", "pin_memory": device == "cuda"}
+    config["bf16"] = {"enabled": precision == "bf16"}
     if precision == "bf16" and zero_stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -7,7 +7,6 @@ Rows are the same whatever the number of ranks and the micro-batch: rank r takes
 import hashlib
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
-from nanodag.store.atomic import locked, writing
+from nanodag.store.atomic import locked, write_bytes, writing
 from nanodag.store.manifest import canonical_json
 from nanodag.train.packing import Batch
 
@@ -125,10 +124,8 @@ def _read(path: Path) -> dict[str, np.ndarray] | None:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     with writing(f"Keeping {path}"):
-        save_file(dict(arrays), temporary, metadata={"sha256": _sha256(arrays)})
-        os.replace(temporary, path)
+        write_bytes(path, save(dict(arrays), {"sha256": _sha256(arrays)}))
         by_age = sorted(path.parent.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
         for old in by_age[KEPT_FILES:]:
             old.unlink(missing_ok=True)

@@ -14,12 +14,12 @@ import torch
 
 from nanodag.data.core_tasks import core_of
 from nanodag.errors import TrainingDiverged
-from nanodag.train.asking import ask_benchmarks
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from nanodag.train.learning_rate import rate_factor
 from nanodag.train.objective import means_of
 from nanodag.train.packing import Batch
 from nanodag.train.setup import PreparedStage
+from nanodag.train.validation import ask_benchmarks
 from nanodag.worker.job import stop_requested
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +42,7 @@ from nanodag.train.held_out_rows import HeldOutRows, held_out_rows, kept_table
 from nanodag.train.objective import NextToken, Objective
 from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
-from nanodag.train.validation import Validation, ValidationLoss, core_accuracies, greedy, uncompiled
+from nanodag.train.validation import ValidationLoss, core_accuracies, greedy, score_objective, score_text, uncompiled
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class PreparedStage:
         assert self.validation is not None
         # On CPU compiling the forward pass alone takes longer than it saves.
         with uncompiled(self.model, active=self.engine.device.type == "cpu"):
-            return self.validation.score()
+            return self.validation()
 
     def score_core(self, step: int, write: Callable[..., None]) -> Mapping[str, float] | None:
         """The accuracy of each of CORE's tasks, of the current weights; None once a stop was asked for."""
@@ -246,8 +247,9 @@ class Data:
         steps = [-(-count // self.micro_batches) for count in counts] + [0] * (num_stretches - len(counts))
         return int(sum(self._engine.highest(number) for number in steps))
 
-    def validation(self, vocabulary: int, objective: Objective) -> Validation | None:
-        """The held-out part, None without any: conversations, or documents where there are no others."""
+    def validation(self, vocabulary: int, objective: Objective) -> Callable[[], ValidationLoss] | None:
+        """The score of the current weights on the held-out part, the same at every call; None without any. That is
+        conversations, or documents where there are no others."""
         config = self._config
         sources = _evenly([source for source in config.data if source.held_out])
         if config.is_chat:
@@ -273,10 +275,12 @@ class Data:
                 "validation_tokens to 0."
             )
         batches += [self._empty] * (most - len(batches))
+        if not is_text:
+            return partial(score_objective, engine, objective, batches)
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32, device=engine.device)
         encoding_bytes = torch.from_numpy(encoding.token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
-        return Validation(engine, batches, token_bytes, None if is_text else objective)
+        return partial(score_text, engine, token_bytes, batches)
 
     def reference(self) -> dict[int, tuple[float, float]]:
         """Log-probabilities of both answers of every pair, by its key, of the weights that the engine holds: those of a

@@ -1,32 +1,45 @@
 """Looks at the weights under training: loss on held-out text, in nats a token and in bits a byte; CORE, by all ranks,
-on the model as it lies in memory; and a few greedy continuations, so that a person sees what the model has learned."""
+on the model as it lies in memory; benchmarks, by the worker of an eval stage; and a few greedy continuations, so that a
+person sees what the model has learned."""
 
+import json
 import math
+import os
+import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nanodag.config.derive_sampler import derive_evaluation, this_machine
 from nanodag.data.core_tasks import TASKS, read_items
 from nanodag.model.core_scoring import CHUNK_ITEMS, judge_items
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import CausalModel
 from nanodag.model.scoring import AnswerScore, Question, batch_of, in_batches, score_batch
+from nanodag.sampler.device import give_back
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.objective import Objective, means_of, to_device
 from nanodag.train.packing import Batch
-from nanodag.worker.job import stop_requested
+from nanodag.worker.job import Job, stop_requested
+from nanodag.worker.launch import Watch, run_worker
+
+if TYPE_CHECKING:
+    from nanodag.train.setup import PreparedStage
 
 EMPTY = batch_of([(-1, Question((0,), ((0,),)))])
 """A batch of a rank that has no more, for under ZeRO-3 all ranks go through the model together."""
 
 NUM_NEW_TOKENS = 32
+POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,39 +65,24 @@ def score_objective(engine: TrainEngine, objective: Objective, batches: Sequence
     return ValidationLoss(loss=means.pop("loss"), metrics=means)
 
 
-@dataclass(frozen=True, eq=False)
-class Validation:
-    """A fixed part of the held-out data, the same at every call.
-
-    batches: this rank's, as many as every other's, for all go through the model together. token_bytes: (V,) int32 on
-    the engine's device, bytes of each token. objective: what is measured in the place of the next token.
-    """
-
-    engine: TrainEngine
-    batches: Sequence[Batch]
-    token_bytes: Tensor
-    objective: Objective | None = None
-
-    @torch.no_grad()
-    def score(self) -> ValidationLoss:
-        """The score of the current weights."""
-        engine = self.engine
-        if self.objective is not None:
-            return score_objective(engine, self.objective, self.batches)
-        # nats, labels, nats of labels with bytes, bytes
-        totals = torch.zeros(4, dtype=torch.float64, device=engine.device)
-        for batch in self.batches:
-            moved = to_device(batch, engine.device)
-            logprobs, _ = engine(
-                moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
-            )
-            num_bytes = self.token_bytes[moved.labels[moved.labels >= 0]]
-            nats = -logprobs.double()
-            text_bytes = num_bytes.sum().double() - batch.surplus_bytes
-            totals += torch.stack([nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), text_bytes])
-        nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
-        bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
-        return ValidationLoss(loss=nats_sum / max(labels, 1.0), metrics={"bits_per_byte": bits_per_byte})
+@torch.no_grad()
+def score_text(engine: TrainEngine, token_bytes: Tensor, batches: Sequence[Batch]) -> ValidationLoss:
+    """The mean of the next token's loss over held-out batches, and its bits a byte. token_bytes: (V,) int32 on the
+    engine's device, bytes of each token. All ranks take as many batches."""
+    # nats, labels, nats of labels with bytes, bytes
+    totals = torch.zeros(4, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        moved = to_device(batch, engine.device)
+        logprobs, _ = engine(
+            moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
+        )
+        num_bytes = token_bytes[moved.labels[moved.labels >= 0]]
+        nats = -logprobs.double()
+        text_bytes = num_bytes.sum().double() - batch.surplus_bytes
+        totals += torch.stack([nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), text_bytes])
+    nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
+    bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
+    return ValidationLoss(loss=nats_sum / max(labels, 1.0), metrics={"bits_per_byte": bits_per_byte})
 
 
 def core_accuracies(
@@ -135,6 +133,76 @@ def core_accuracies(
         accuracies[task.label] = engine.summed(num_right)[0] / len(data)
     on_task(len(TASKS))
     return accuracies
+
+
+def ask_benchmarks(stage: "PreparedStage", step: int, write: Callable[..., None]) -> dict[str, float] | None:
+    """The main score of each benchmark of the stage, the same on every rank; None once a stop was asked for. It is that
+    of an eval stage, whose own worker asks a folder of the weights as they are; nothing in the trainer's process
+    changes, no random number either.
+
+    All ranks must call it, and wait for rank 0's worker. write: MetricsLog's; it gets a line for each benchmark, whose
+    items stay in the stage's records, benchmarks/step-STEP.NAME.jsonl. Raises StageFailed where the worker failed.
+    """
+    engine, workspace, began = stage.engine, stage.job.workspace / "asked", time.monotonic()
+    if engine.highest(stop_requested()) > 0:
+        return None
+    if engine.rank == 0:
+        shutil.rmtree(workspace, ignore_errors=True)  # of a process that was killed here
+        (workspace / "model").mkdir(parents=True)
+    engine.barrier()
+    stage.export(workspace / "model", whole=True)
+    give_back(engine.device)  # what a step's activations took, for the worker
+
+    def tell(line: dict[str, Any]) -> None:
+        if line["event"] == "phase":
+            told = {name: line[name] for name in ("event", "phase", "done", "of", "unit")}
+            write(step, total=stage.num_steps, **told)
+
+    watch = Watch(on_metrics=tell)
+    with ThreadPoolExecutor(1) as executor:
+        worker = executor.submit(run_worker, _job(stage, workspace), watch=watch) if engine.rank == 0 else None
+        try:
+            while engine.highest(worker is not None and not worker.done()) > 0:
+                if engine.highest(stop_requested()) > 0:
+                    watch.stop.set()
+                time.sleep(POLL_S)
+        finally:
+            watch.stop.set()  # where a rank is lost too: the executor waits for the worker
+    if engine.highest(stop_requested()) > 0:
+        return None
+    results: dict[str, Any] = {}
+    if worker is not None:
+        worker.result()
+        results = json.loads((workspace / "output" / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+        _keep(stage, step, workspace)
+    results = engine.gathered(results)[0]
+    told = ("metric", "higher_is_better", "low", "high", "too_long", "unparsed", "truncated")
+    for name, result in results.items():
+        values = {f"benchmark_{name}": result["value"], f"benchmark_{name}_stderr": result["stderr"]}
+        values |= {key: result[key] for key in told} | {"seconds_evaluate": time.monotonic() - began}
+        write(step, total=stage.num_steps, event="eval", benchmark=name, **values)
+    return {name: result["value"] for name, result in results.items()}
+
+
+def _job(stage: "PreparedStage", workspace: Path) -> Job:
+    job, asked = stage.job, stage.config.own_evaluation("model")
+    assert asked is not None
+    return Job(
+        name=job.name,  # which advice on how to go on names
+        run=job.run,
+        config=derive_evaluation(job.name, asked, this_machine(), None, {}),
+        inputs={"model": workspace / "model"},
+        workspace=workspace,
+        context={**job.context, "tracking": {}, "waited_for": True},
+    )
+
+
+def _keep(stage: "PreparedStage", step: int, workspace: Path) -> None:
+    folder = stage.job.records / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (workspace / "output" / "samples").glob("*.jsonl"):
+        os.replace(path, folder / f"step-{step:08d}.{path.name}")
+    shutil.rmtree(workspace)
 
 
 @torch.no_grad()

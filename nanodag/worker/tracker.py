@@ -43,11 +43,10 @@ class TrackerProcesses:
     """The trackers of a stage's metrics, running. names: of OPENED_BY."""
 
     def __init__(self, workspace: Path, names: Sequence[str]) -> None:
-        environment = _QUIET | os.environ
         self._processes = {
             name: start_child(
                 [sys.executable, "-m", __name__, name, str(workspace)],
-                environment=environment,
+                environment=_QUIET | os.environ,
                 given=b"",
                 is_all=False,
                 in_group=True,
@@ -114,24 +113,20 @@ def _open_trackio(settings: TrackingConfig, config: Mapping[str, Any], folder: P
 class _MlflowRun:
     """A run of MLflow as the others have one. A table's rows of all steps stand in one file."""
 
-    def __init__(self, run_id: str) -> None:
-        self._id = run_id
+    def __init__(self, mlflow: Any, run_id: str) -> None:
+        self._mlflow, self._id = mlflow, run_id
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        import mlflow
-
         # Others take any name of a metric.
         values = {re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII): value for name, value in values.items()}
-        mlflow.log_metrics(numbers_in(values), step=step, run_id=self._id)
+        self._mlflow.log_metrics(numbers_in(values), step=step, run_id=self._id)
         for key, table in values.items():
             if isinstance(table, dict):
                 rows = {**table, "step": [step] * len(next(iter(table.values())))}
-                mlflow.log_table(rows, f"{key}.json", run_id=self._id)
+                self._mlflow.log_table(rows, f"{key}.json", run_id=self._id)
 
     def finish(self) -> None:
-        import mlflow
-
-        mlflow.end_run()
+        self._mlflow.end_run()
 
 
 def _open_mlflow(settings: TrackingConfig, config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
@@ -149,8 +144,8 @@ def _open_mlflow(settings: TrackingConfig, config: Mapping[str, Any], folder: Pa
     if not found:
         mlflow.log_dict(dict(config), "config.json")
     server = mlflow.get_tracking_uri()
-    is_page = server.startswith("http")
-    return _MlflowRun(run.info.run_id), f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}" if is_page else ""
+    page = f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}" if server.startswith("http") else ""
+    return _MlflowRun(mlflow, run.info.run_id), page
 
 
 OPENED_BY: Mapping[str, Callable[[TrackingConfig, Mapping[str, Any], Path], tuple[Any, str]]] = {

@@ -6,7 +6,7 @@ import pytest
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.tokenizer.samples import SAMPLES
+from nanodag.tokenizer.train import SAMPLES
 from tests.api.scripted import Scripted, app_of, model_of, spelled, with_template
 from tests.engines.conftest import samplers_are_forks  # noqa: F401 - for each module of this folder
 

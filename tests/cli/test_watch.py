@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from nanodag.cli import parameters
-from nanodag.cli.live_table import StageTable
+from nanodag.cli.live_table import stage_table
 from nanodag.cli.run import _Attended
 from nanodag.run.progress import progress_of
 from nanodag.store import Store
@@ -70,7 +70,7 @@ def test_the_table_fits_its_terminal_and_cuts_no_word(store, width):
     lines = [{"step": n, "total": 12_000, "loss": 4.0 / n, "tokens_per_second": 123456.0} for n in (1000, 2000)]
     found = progress(store, "pretrain", *lines)
     console = Console(file=io.StringIO(), width=width)
-    console.print(StageTable([found]))
+    console.print(stage_table([found], console))
     shown = console.file.getvalue()
     assert "…" not in shown and "2,000/12,000 steps" in shown and "loss 0.002" in shown
     assert all(len(line) <= width for line in shown.splitlines())

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
-from nanodag.tokenizer.samples import SAMPLES
+from nanodag.tokenizer.train import SAMPLES
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
     assert {"metrics.jsonl", "worker.log", "job.json", "result.json"} <= set(artifact.records)
     given = json.loads((run.store.materialize(artifact) / "made.json").read_text())["given"]
     assert given == {"tokenizer": ["made.json", "report.md"]}
-    job = json.loads((run.store.records(artifact) / "job.json").read_text())
+    job = json.loads((run.store.verified(artifact, "records") / "job.json").read_text())
     assert job["context"]["bases"] == {"tokenizer": {"key": tokenizer.key, "digest": tokenizer.digest}}
 
 
@@ -140,7 +140,8 @@ def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
     tell("tokenizer", "orphan")
     artifact = run.store.lookup(build_stage(run, "tokenizer", {}).key)
     # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its argument.
-    orphan = f"orphan of {json.loads((run.store.records(artifact) / 'job.json').read_text())['workspace']}"
+    job = json.loads((run.store.verified(artifact, "records") / "job.json").read_text())
+    orphan = f"orphan of {job['workspace']}"
     assert not [p for p in psutil.process_iter(["cmdline"]) if orphan in (p.info["cmdline"] or [])]
 
 
@@ -209,15 +210,15 @@ def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, beg
     thread, raised, workspace = begun(run)
     run.stop.set()
     thread.join()
-    assert raised and run.store.mirrored() == [workspace.name]
+    assert raised and run.store.keys("checkpoints") == [workspace.name]
     shutil.rmtree(run.store.local)
     tell("tokenizer", "")
     again = opened(*mirrored, "store.local=two")
     found = build_stage(again, "tokenizer", {})
-    records = again.store.records(again.store.attempt(found.key, found.attempt))
+    records = again.store.verified(again.store.attempt(found.key, found.attempt), "records")
     lines = [json.loads(line) for line in (records / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["resumed_from"]) for line in lines] == [(3, 2), (4, 2)]
-    assert again.store.mirrored() == [], "what is published needs no checkpoints"
+    assert again.store.keys("checkpoints") == [], "what is published needs no checkpoints"
 
 
 def test_a_local_store_is_told_that_it_has_nothing_to_mirror(project):

@@ -157,7 +157,7 @@ def test_tensorboard_gets_every_step(project):
 
     run = opened("tracking.trackers=[tensorboard]")
     result = build_stage(run, "tokenizer", {})
-    folder = run.store.records(run.store.attempt(result.key, result.attempt)) / "tensorboard"
+    folder = run.store.verified(run.store.attempt(result.key, result.attempt), "records") / "tensorboard"
     board = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in board.Tensors("tokenizer/loss")] == [1, 2, 3, 4]
 

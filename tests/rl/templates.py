@@ -6,7 +6,7 @@ from pathlib import Path
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
-from nanodag.tokenizer.samples import SAMPLES
+from nanodag.tokenizer.train import SAMPLES
 
 # As Qwen2.5's: tools in the system message, calls in <tool_call>, results in <tool_response> of a user's turn.
 _DECLARED = """

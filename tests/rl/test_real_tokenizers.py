@@ -15,7 +15,7 @@ from nanodag.rl.environments.transcript import Transcript
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.tokenizer.samples import SAMPLES
+from nanodag.tokenizer.train import SAMPLES
 from tests.rl.fakes import completion
 from tests.rl.transcripts import num_continued, said
 from tests.tokenizer.real_tokenizers import chat_template, llama, packages, qwen, save

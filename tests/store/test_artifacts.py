@@ -26,7 +26,7 @@ def test_what_is_published_is_found_with_equal_bytes(store, product):
     assert found == made and found.metrics == {"loss": 1.5} and found.num_bytes == 9
     folder = store.materialize(found)
     assert (folder / "weights").read_bytes() == b"abcdefgh" and (folder / "sub" / "more").read_text() == "x"
-    assert (store.records(found) / "weights").read_bytes() == b"abcdefgh"
+    assert (store.verified(found, "records") / "weights").read_bytes() == b"abcdefgh"
     assert json.loads((folder.parent / "manifest.json").read_text())["key"] == KEY
 
 

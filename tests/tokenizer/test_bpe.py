@@ -15,7 +15,7 @@ from nanodag.errors import ConfigError
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
-from nanodag.tokenizer.samples import SAMPLES
+from nanodag.tokenizer.train import SAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_any_text_comes_back(encoding, text):
 def test_training_gives_the_same_bytes_every_time_and_with_any_number_of_threads(tmp_path):
     code = (
         "import sys; from pathlib import Path; from nanodag.tokenizer.bpe import *;"
-        "from nanodag.tokenizer.samples import SAMPLES;"
+        "from nanodag.tokenizer.train import SAMPLES;"
         "save_tokenizer(train_bpe(iter(SAMPLES.values()), 600), Path(sys.argv[1]))"
     )
     digests = set()

@@ -2,8 +2,7 @@ import pytest
 
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.tokenizer.samples import SAMPLES
-from nanodag.tokenizer.train import TrainingText, train_tokenizer
+from nanodag.tokenizer.train import SAMPLES, TrainingText, train_tokenizer
 from tests.data.rows import source_of
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanodag.config.pipeline import read_stage
-from nanodag.train import asking
+from nanodag.train import validation
 from nanodag.worker.job import Job
 from tests.train import stages
 
@@ -52,37 +52,37 @@ def prepared(folder, **changes):
 
 
 def test_once_a_stop_was_asked_for_no_weights_are_written_and_nothing_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(asking, "stop_requested", lambda: True)
-    monkeypatch.setattr(asking, "run_worker", lambda *args, **options: pytest.fail("it was started"))
+    monkeypatch.setattr(validation, "stop_requested", lambda: True)
+    monkeypatch.setattr(validation, "run_worker", lambda *args, **options: pytest.fail("it was started"))
     stage = prepared(tmp_path)
     stage.export = lambda *args, **options: pytest.fail("weights were written")
-    assert asking.ask_benchmarks(stage, 5, lambda *args, **values: None) is None
+    assert validation.ask_benchmarks(stage, 5, lambda *args, **values: None) is None
 
 
 def test_where_another_rank_is_lost_the_worker_is_ended_and_not_waited_for(tmp_path, monkeypatch):
     stopped = []
-    monkeypatch.setattr(asking, "run_worker", lambda job, *, watch: stopped.append(watch.stop.wait(30)))
+    monkeypatch.setattr(validation, "run_worker", lambda job, *, watch: stopped.append(watch.stop.wait(30)))
     stage = prepared(tmp_path)
     stage.engine = Engine(asked_until_lost=4)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="closed by peer"):
-        asking.ask_benchmarks(stage, 5, lambda *args, **values: None)
+        validation.ask_benchmarks(stage, 5, lambda *args, **values: None)
     assert stopped == [True] and time.monotonic() - began < 20
 
 
 def test_its_worker_is_named_as_the_stage_and_ends_in_time_for_a_checkpoint(tmp_path, monkeypatch):
     jobs = []
-    monkeypatch.setattr(asking, "run_worker", lambda job, *, watch: jobs.append(job))
+    monkeypatch.setattr(validation, "run_worker", lambda job, *, watch: jobs.append(job))
     with pytest.raises(FileNotFoundError):  # it left no results
-        asking.ask_benchmarks(prepared(tmp_path, stop_timeout_s=60), 5, lambda *args, **values: None)
+        validation.ask_benchmarks(prepared(tmp_path, stop_timeout_s=60), 5, lambda *args, **values: None)
     assert (jobs[0].name, jobs[0].config.stop_timeout_s) == ("sft", 20)
 
 
 def test_ranks_give_back_the_memory_that_they_freed_before_the_worker_starts(tmp_path, monkeypatch):
     order, stage = [], prepared(tmp_path)
     stage.export = lambda folder, **how: order.append("export")
-    monkeypatch.setattr(asking, "give_back", lambda device: order.append(device.type))
-    monkeypatch.setattr(asking, "run_worker", lambda job, *, watch: order.append("worker"))
+    monkeypatch.setattr(validation, "give_back", lambda device: order.append(device.type))
+    monkeypatch.setattr(validation, "run_worker", lambda job, *, watch: order.append("worker"))
     with pytest.raises(FileNotFoundError):  # it left no results
-        asking.ask_benchmarks(stage, 5, lambda *args, **values: None)
+        validation.ask_benchmarks(stage, 5, lambda *args, **values: None)
     assert order == ["export", "cpu", "worker"]

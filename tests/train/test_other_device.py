@@ -13,7 +13,7 @@ from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
 from nanodag.train.objective import next_token_loss, to_device
 from nanodag.train.packing import Piece, conversation_piece, make_batch
-from nanodag.train.validation import Validation
+from nanodag.train.validation import score_text
 from tests.sampler.other_device import NAME, OtherDevice
 from tests.watched import Watched
 
@@ -55,7 +55,7 @@ def test_loss_gradients_and_validation_are_the_same_and_no_loss_waits_for_the_de
         assert not seen.reads
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         assert loss.device.type == device.type and all(g is None or g.device.type == device.type for g in gradients)
-        score = Validation(engine, [BATCH, BATCH], token_bytes.to(device)).score()
+        score = score_text(engine, token_bytes.to(device), [BATCH, BATCH])
         found = [value for g in gradients if g is not None for value in g.flatten().tolist()]
         return [loss.item(), score.loss, score.metrics["bits_per_byte"], *found]
 

@@ -66,7 +66,7 @@ def engine_of(world_size=1, steps=None):
     return SimpleNamespace(
         rank=0,
         world_size=world_size,
-        by_rank=lambda value: steps or [value] * world_size,
+        gathered=lambda value: steps or [value] * world_size,
         save=lambda folder, *, snapshot: (folder / "state.json").write_text("{}"),
         load=lambda folder: None,
         barrier=lambda: None,
@@ -105,7 +105,7 @@ def test_a_rank_that_knows_another_step_is_refused_by_name(tmp_path):
 def test_ranks_that_find_different_checkpoints_are_refused_by_name(tmp_path):
     checkpoints, _, _ = saved_at_step_3(tmp_path)
     with pytest.raises(CorruptArtifact, match=r"rank by rank: \[3, -1\]"):
-        newest_of_all(checkpoints, engine_of(world_size=2, steps=[3.0, -1.0]))
+        newest_of_all(checkpoints, engine_of(world_size=2, steps=[3, -1]))
 
 
 def test_another_number_of_ranks_is_refused_before_any_data_is_read(tmp_path):

@@ -148,7 +148,7 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
     entry = record.stages[name]
     if entry.artifact is not None:
         artifact = store.attempt(*entry.artifact)
-        records, model = store.records(artifact), store.verified(_model_of(store, artifact), "files")
+        records, model = store.verified(artifact, "records"), store.verified(_model_of(store, artifact), "files")
         metrics = records / "metrics.jsonl"
     else:
         workspace = Path(entry.workspace)
