@@ -9,7 +9,7 @@ import typer
 
 from nanodag import __version__
 from nanodag.cli.composed import nightly_app, rerun, scale, sweep
-from nanodag.cli.parameters import TEXTS, Detach, File, NewRun, On, Overrides, Preset, RunName, take
+from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.serve import chat, serve
 from nanodag.cli.servers import notify, sampler_app, server_app
@@ -41,7 +41,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def nanodag(
     is_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, **TEXTS["nanodag.is_version"])
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options that stand before a command."""
@@ -69,7 +69,7 @@ def run(
     preset: Preset = "auto",
     file: File = "",
     name: NewRun = "",
-    stale: Annotated[bool, typer.Option("--stale", **TEXTS["run.stale"])] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a pipeline: what the store does not have yet.
@@ -90,9 +90,11 @@ def config(
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
-    explain: Annotated[str, typer.Option(**TEXTS["config.explain"])] = "",
+    explain: Annotated[
+        str, typer.Option(metavar="NAME", help="One setting: what it is, its range, default and value.")
+    ] = "",
     on: On = "",
-    schema: Annotated[bool, typer.Option("--schema", **TEXTS["config.schema"])] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="The JSON Schema of pipeline files, for editors.")] = False,
 ) -> None:
     """Print every value, and where each comes from.
 
@@ -119,8 +121,10 @@ def plan(
     preset: Preset = "auto",
     file: File = "",
     on: On = "",
-    price_per_hour: Annotated[float, typer.Option(min=0, **TEXTS["plan.price_per_hour"])] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", **TEXTS["plan.as_json"])] = False,
+    price_per_hour: Annotated[
+        float, typer.Option(metavar="X", min=0, help="Of the whole machine, in any currency.")
+    ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, with what each process holds.")] = False,
 ) -> None:
     """Say what a run would take, without starting it.
 
@@ -137,10 +141,12 @@ def plan(
 
 
 def status(
-    run: Annotated[str, typer.Argument(**TEXTS["status.run"])] = "",
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")
+    ] = "",
     file: File = "",
-    all_runs: Annotated[bool, typer.Option("--all", **TEXTS["status.all_runs"])] = False,
-    as_json: Annotated[bool, typer.Option("--json", **TEXTS["status.as_json"])] = False,
+    all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list of runs, for programs.")] = False,
 ) -> None:
     """Show runs and stages: states, keys, sizes, times.
 
@@ -167,9 +173,13 @@ def stages(run: RunName = "", file: File = "") -> None:
 
 
 def report(
-    run: Annotated[list[str] | None, typer.Argument(**TEXTS["report.run"])] = None,
-    follow: Annotated[bool, typer.Option("--follow", **TEXTS["report.follow"])] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, **TEXTS["report.port"])] = 0,
+    run: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Names, or how they begin. Default: the newest run.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="As a page that fills while stages run.")] = False,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free.")
+    ] = 0,
     file: File = "",
 ) -> None:
     """Print a run's report, and where its files lie. Or serve it as a local page; several runs over each other.
@@ -189,8 +199,10 @@ def report(
 
 @env_app.command("install")
 def env_install(
-    package: Annotated[Literal["verifiers"], typer.Argument(**TEXTS["env_install.package"])],
-    folder: Annotated[str, typer.Option(**TEXTS["env_install.folder"])] = "",
+    package: Annotated[Literal["verifiers"], typer.Argument(metavar="PACKAGE", help="verifiers.")],
+    folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/verifiers.")
+    ] = "",
 ) -> None:
     """Make the Python environment of a package of environments.
 

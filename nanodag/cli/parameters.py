@@ -2,9 +2,6 @@
 
 Every command takes `store.url=URL`, wherever it stands. It is handed on as the environment variable that says the same,
 so whatever resolves a pipeline looks there. Commands that are printed as a next step repeat it, with the pipeline file.
-
-parameters.json has the texts: of what is shared, and of a command's own parameter by `command.parameter`. It is no
-YAML: that parser would be loaded for --help alone.
 """
 
 import json
@@ -17,18 +14,18 @@ from typing import Annotated, Any
 
 import typer
 
-TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-Overrides = Annotated[list[str] | None, typer.Argument(**TEXTS["overrides"])]
-Preset = Annotated[str, typer.Option("--preset", "-p", **TEXTS["preset"])]
-File = Annotated[str, typer.Option("--file", "-f", **TEXTS["file"])]
-RunName = Annotated[str, typer.Argument(**TEXTS["run_name"])]
-ModelName = Annotated[str, typer.Argument(**TEXTS["model_name"])]
-ModelStage = Annotated[str, typer.Argument(**TEXTS["model_stage"])]
-ThisRun = Annotated[str, typer.Argument(**TEXTS["this_run"])]
-Key = Annotated[str, typer.Argument(**TEXTS["key"])]
-On = Annotated[str, typer.Option("--on", **TEXTS["on"])]
-NewRun = Annotated[str, typer.Option("--name", "-n", **TEXTS["new_run"])]
-Detach = Annotated[bool, typer.Option("--detach", **TEXTS["detach"])]
+_TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+Overrides = Annotated[list[str] | None, typer.Argument(**_TEXTS["overrides"])]
+Preset = Annotated[str, typer.Option("--preset", "-p", **_TEXTS["preset"])]
+File = Annotated[str, typer.Option("--file", "-f", **_TEXTS["file"])]
+RunName = Annotated[str, typer.Argument(**_TEXTS["run_name"])]
+ModelName = Annotated[str, typer.Argument(**_TEXTS["model_name"])]
+ModelStage = Annotated[str, typer.Argument(**_TEXTS["model_stage"])]
+ThisRun = Annotated[str, typer.Argument(**_TEXTS["this_run"])]
+Key = Annotated[str, typer.Argument(**_TEXTS["key"])]
+On = Annotated[str, typer.Option("--on", **_TEXTS["on"])]
+NewRun = Annotated[str, typer.Option("--name", "-n", **_TEXTS["new_run"])]
+Detach = Annotated[bool, typer.Option("--detach", **_TEXTS["detach"])]
 
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}

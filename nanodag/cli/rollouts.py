@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanodag.cli.parameters import TEXTS, File, RunName
+from nanodag.cli.parameters import File, RunName
 from nanodag.errors import ArtifactNotFound, ConfigError, NanodagError
 from nanodag.errors.words import counted
 
@@ -18,16 +18,33 @@ LEAST_GOOD = 1.0
 def rollouts(
     context: typer.Context,
     run: RunName = "",
-    stage: Annotated[str, typer.Argument(**TEXTS["rollouts.stage"])] = "",
-    port: Annotated[int | None, typer.Option(min=0, max=65535, **TEXTS["rollouts.port"])] = None,
-    step: Annotated[int | None, typer.Option(min=0, **TEXTS["rollouts.step"])] = None,
-    role: Annotated[str, typer.Option(**TEXTS["rollouts.role"])] = "",
-    failed: Annotated[bool, typer.Option("--failed", **TEXTS["rollouts.failed"])] = False,
-    samples: Annotated[int, typer.Option("--print", min=0, **TEXTS["rollouts.samples"])] = 0,
-    export: Annotated[str, typer.Option(**TEXTS["rollouts.export"])] = "",
-    best: Annotated[int, typer.Option(min=0, **TEXTS["rollouts.best"])] = 0,
-    pairs: Annotated[bool, typer.Option("--pairs", **TEXTS["rollouts.pairs"])] = False,
-    lowest: Annotated[float | None, typer.Option(**TEXTS["rollouts.lowest"])] = None,
+    stage: Annotated[
+        str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
+    ] = "",
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=0, help="Of this step. Default: the newest; with --export: all."),
+    ] = None,
+    role: Annotated[str, typer.Option(metavar="ROLE", help="What this role said.")] = "",
+    failed: Annotated[bool, typer.Option("--failed", help="Samples that failed, with the reason.")] = False,
+    samples: Annotated[
+        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
+    ] = 0,
+    export: Annotated[str, typer.Option(metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")] = "",
+    best: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
+    ] = 0,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
+    ] = False,
+    lowest: Annotated[
+        float | None,
+        typer.Option(metavar="REWARD", help="With --best or --pairs: a good answer's least reward. Default: 1."),
+    ] = None,
     file: File = "",
 ) -> None:
     """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanodag.cli.parameters import TEXTS, File, Key, ThisRun
+from nanodag.cli.parameters import File, Key, ThisRun
 from nanodag.errors import StoreBusy
 from nanodag.errors.words import counted, size
 
@@ -19,8 +19,11 @@ SHOWN = 40
 
 
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(**TEXTS["verify.names"])] = None,
-    set_aside: Annotated[bool, typer.Option("--set-aside", **TEXTS["verify.set_aside"])] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN|KEY", help="Runs, or keys as they begin. Default: all of the store."),
+    ] = None,
+    set_aside: Annotated[bool, typer.Option("--set-aside", help="Move what is damaged out of the way.")] = False,
     file: File = "",
 ) -> None:
     """Compare every byte of artifacts with what was published.
@@ -76,10 +79,21 @@ def _set_aside(console: "Console", store: "Store", finding: "Finding") -> None:
 
 
 def gc(
-    keep_runs: Annotated[int, typer.Option(min=0, **TEXTS["gc.keep_runs"])] = 0,
-    keep_days: Annotated[float, typer.Option(min=0, **TEXTS["gc.keep_days"])] = 0.0,
-    keep_best: Annotated[list[str] | None, typer.Option(**TEXTS["gc.keep_best"])] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", **TEXTS["gc.yes"])] = False,
+    keep_runs: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Keep the newest N runs, completed ones first; 0: all."),
+    ] = 0,
+    keep_days: Annotated[
+        float, typer.Option(metavar="DAYS", min=0, help="Keep runs that are younger; 0: of any age.")
+    ] = 0.0,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE.METRIC[:min]",
+            help="Keep a stage's best by a metric, the highest unless :min is there; may be repeated.",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it. Without this it is only said.")] = False,
     file: File = "",
 ) -> None:
     """Say what the store can do without; --yes removes it.
@@ -126,7 +140,7 @@ def gc(
 
 def lineage(
     key: Key,
-    picture: Annotated[str, typer.Option(**TEXTS["lineage.picture"])] = "",
+    picture: Annotated[str, typer.Option(metavar="FILE.svg", help="Draw it into that file, too.")] = "",
     file: File = "",
 ) -> None:
     """Show what an artifact was made from, up to the data.
@@ -141,8 +155,8 @@ def lineage(
 
 def diff(
     run_a: ThisRun,
-    run_b: Annotated[str, typer.Argument(**TEXTS["diff.run_b"])],
-    show_all: Annotated[bool, typer.Option("--all", **TEXTS["diff.show_all"])] = False,
+    run_b: Annotated[str, typer.Argument(metavar="OTHER", help="Another run's.")],
+    show_all: Annotated[bool, typer.Option("--all", help="Show what is the same, too.")] = False,
     file: File = "",
 ) -> None:
     """Show two runs side by side: what is not the same.
@@ -159,7 +173,7 @@ def diff(
 
 def export(
     key: Key,
-    folder: Annotated[str, typer.Argument(**TEXTS["export.folder"])],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder that is not there yet.")],
     file: File = "",
 ) -> None:
     """Write a model, or a tokenizer, as a Hugging Face folder.
@@ -176,9 +190,9 @@ def export(
 
 def push(
     key: Key,
-    name: Annotated[str, typer.Argument(**TEXTS["push.name"])],
-    private: Annotated[bool, typer.Option("--private", **TEXTS["push.private"])] = False,
-    card: Annotated[bool, typer.Option("--card", **TEXTS["push.card"])] = False,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository, made where it is not there yet.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it a private one.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Print the model card, and send nothing.")] = False,
     file: File = "",
 ) -> None:
     """Publish a model on the hub, with a card.
