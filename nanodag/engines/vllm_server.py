@@ -50,8 +50,8 @@ if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
 if not _WAS_THERE:
     sys.path.remove(_ROOT)
 
+DONE = {"success": True, "message": "Success"}
 GREEDY_BELOW = 1e-5  # vLLM's own
-PAUSES: Mapping[p.PauseMode, str] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
 class WeightReceiver:
@@ -73,18 +73,15 @@ class WeightReceiver:
 
     def nanodag_leave(self) -> str:
         """Leave it."""
-        if self._group is not None:
-            self._group.close()
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
         return ""
 
-    def nanodag_begin(self) -> str:
-        """Forget what came of a session before."""
-        self._came = {}
-        return ""
-
-    def nanodag_receive(self, handles: list[str], body: str) -> str:
-        """Take one bucket, and keep it: of one's own handle, or of a broadcast where there are none."""
+    def nanodag_receive(self, is_first: bool, handles: list[str], body: str) -> str:
+        """Take one bucket, and keep it: of one's own handle, or of a broadcast where there are none. is_first: of what
+        came before nothing is kept."""
+        self._came = {} if is_first else self._came
         try:
             if handles:
                 self._came |= opened(b64decode(handles[self.rank]), self.device)
@@ -113,16 +110,17 @@ class VllmServer:
         self._numbers = itertools.count()
         self._in_flight: set[str] = set()
         self._group = ""
-        self._session: w.BucketBody | str | None = None  # the last bucket that came, or what went wrong, "" for neither
+        self._session: list[w.BucketBody] | None = None  # the last bucket that came; None where none is open
+        self._failure = ""  # of the first bucket of a session that did not come
         self._one_at_a_time = asyncio.Lock()
 
     def application(self) -> Starlette:
         told = (self.health, self.health_generate, self.model_info, self.server_info)
         changed = (
-            self.generate, self.pause_generation, self.continue_generation, self.abort_request, self.flush_cache,
-            self.update_weights_from_disk, self.init_weights_update_group,
-            self.destroy_weights_update_group, self.begin_weight_update, self.update_weights_from_distributed,
-            self.update_weights_from_tensor, self.end_weight_update,
+            self.generate, self.pause_generation, self.continue_generation, self.abort_request,
+            self.update_weights_from_disk, self.init_weights_update_group, self.destroy_weights_update_group,
+            self.begin_weight_update, self.update_weights_from_distributed, self.update_weights_from_tensor,
+            self.end_weight_update,
         )  # fmt: skip
         failed = {kind: partial(_failed, status) for kind, status in ((BadRequest, 400), (SamplerError, 500))}
         return Starlette(
@@ -163,7 +161,8 @@ class VllmServer:
         found: dict[int, p.Completion] = {}
         async for part in self._parts(request, is_stream=False):
             found |= part
-        return [found[index % len(found)] for index in range(request.params.n)]
+        is_one = request.params.temperature < GREEDY_BELOW
+        return [found[0 if is_one else index] for index in range(request.params.n)]
 
     async def _events(self, request: p.Request) -> AsyncIterator[bytes]:
         """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
@@ -214,8 +213,7 @@ class VllmServer:
         num_new = len(one.token_ids) if request.params.max_new_tokens != 0 else 0
         ids, prompt, most = list(one.token_ids)[:num_new], list(request.input_ids), request.top_logprobs
         spans = [p.VersionSpan(version=s.version, start=s.start, end=s.end) for s in one.weight_versions or () if ids]
-        told = list(one.logprobs or ())[:num_new]
-        scored = list(output.prompt_logprobs or ())
+        told, scored = list(one.logprobs or ())[:num_new], list(output.prompt_logprobs or ())
         return p.Completion(
             rid=str(request.rid),
             output_ids=ids,
@@ -230,19 +228,18 @@ class VllmServer:
             prompt_logprobs=[of and of[token].logprob for token, of in zip(prompt, scored, strict=False)],
             top_logprobs=[_likeliest(of, most) for of in told] if most else (),
             prompt_top_logprobs=[of and _likeliest(of, most) for of in scored] if most else (),
-            routed_experts=b64encode(one.routed_experts.astype("int32").tobytes()).decode()
-            if request.return_routed_experts
-            else "",
+            routed_experts=_in_base64(one.routed_experts) if request.return_routed_experts else "",
         )
 
     async def pause_generation(self, http: HttpRequest) -> Response:
         mode = (await body_of(http, p.PauseBody)).mode
-        await self.engine.pause_generation(mode=PAUSES[mode], clear_cache=mode != "in_place")
-        return _done("Generation paused successfully.")
+        kept = {"mode": "abort" if mode == "abort" else "keep", "clear_cache": mode != "in_place"}
+        await self.engine.pause_generation(**kept)
+        return JSONResponse(DONE)
 
     async def continue_generation(self, http: HttpRequest) -> Response:
         await self.engine.resume_generation()
-        return _done("Generation continued successfully.")
+        return JSONResponse(DONE)
 
     async def abort_request(self, http: HttpRequest) -> Response:
         """End requests with what they have. An unknown rid is no error: it may just have finished."""
@@ -250,11 +247,6 @@ class VllmServer:
         meant = [r for r in self._in_flight if body.abort_all or r == body.rid or r.startswith(f"{body.rid}_")]
         await self.engine.abort(meant)
         return Response()
-
-    async def flush_cache(self, http: HttpRequest) -> Response:
-        if not await self.engine.reset_prefix_cache():
-            raise BadRequest("the cache is not flushed: samples are running on it; abort or retract them first")
-        return _done("Cache flushed.")
 
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
         """Wait for requests in flight, unless they are paused, then read the folder, unless it is of no use."""
@@ -265,7 +257,7 @@ class VllmServer:
         async with self._one_at_a_time:
             reload = partial(self.engine.collective_rpc, "reload_weights", kwargs={"weights_path": str(other.path)})
             await self._change(reload, body.weight_version, is_flushed=body.flush_cache)
-        return _done("Succeeded to update model weights.")
+        return JSONResponse(DONE)
 
     async def init_weights_update_group(self, http: HttpRequest) -> Response:
         body = await body_of(http, w.InitGroupBody)
@@ -273,14 +265,14 @@ class VllmServer:
             raise BadRequest(f"there is a group {self._group!r} already: destroy it first")
         await self._each("nanodag_join", body.model_dump_json())
         self._group = body.group_name
-        return _done("Succeeded to initialize custom process group.")
+        return JSONResponse(DONE)
 
     async def destroy_weights_update_group(self, http: HttpRequest) -> Response:
         if (await body_of(http, w.DestroyGroupBody)).group_name != self._group:
             raise BadRequest("The group to be destroyed does not exist.")
         self._group = ""
         await self._each("nanodag_leave")
-        return _done("Succeeded to destroy custom process group.")
+        return JSONResponse(DONE)
 
     async def begin_weight_update(self, http: HttpRequest) -> Response:
         body = await body_of(http, w.BeginUpdateBody)
@@ -288,9 +280,8 @@ class VllmServer:
             raise BadRequest("a weight-update session is already open; call end_weight_update() first")
         if body.lora_scale is not None:
             raise BadRequest("adapters alone are for the embedded sampler: set weights.lora_sync to merged")
-        self._session = ""
-        await self._each("nanodag_begin")
-        return _done("Success")
+        self._session, self._failure = [], ""
+        return JSONResponse(DONE)
 
     async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
         """Have each worker receive one broadcast of rank 0."""
@@ -309,12 +300,13 @@ class VllmServer:
                 raise BadRequest("buckets must come between begin_weight_update() and end_weight_update()")
             handles = body.serialized_named_tensors if isinstance(body, w.ReceiveTensorsBody) else []
             try:
-                await self._each("nanodag_receive", handles, "" if handles else body.model_dump_json())
+                is_first, sent = not self._session, "" if handles else body.model_dump_json()
+                await self._each("nanodag_receive", is_first, handles, sent)
             except BadRequest as error:
-                self._session = str(error)
+                self._failure = self._failure or str(error)
                 raise
-            self._session = self._session or body if isinstance(self._session, str) else body
-        return _done("Succeeded to update parameter online.")
+            self._session = [body]
+        return JSONResponse(DONE)
 
     async def end_weight_update(self, http: HttpRequest) -> Response:
         """Load what came, if all of it did, between two tokens of what is paused or after requests in flight."""
@@ -322,12 +314,13 @@ class VllmServer:
             session, self._session = self._session, None
             if session is None:
                 raise BadRequest("no weight-update session is open; call begin_weight_update() first")
-            if session and isinstance(session, str):
-                raise BadRequest(f"The old weights are kept: {session}")
-            if isinstance(session, w.BucketBody) and session.weight_version is not None:
-                load = partial(self.engine.collective_rpc, "nanodag_load")
-                await self._change(load, session.weight_version, is_flushed=session.flush_cache)
-        return _done("Success")
+            if self._failure:
+                raise BadRequest(f"The old weights are kept: {self._failure}")
+            for last in session:
+                if last.weight_version is not None:  # all of it came
+                    load = partial(self.engine.collective_rpc, "nanodag_load")
+                    await self._change(load, last.weight_version, is_flushed=last.flush_cache)
+        return JSONResponse(DONE)
 
     async def _change(self, change: Any, version: str | None, *, is_flushed: bool) -> None:
         """Change weights while nothing is computed; requests that were paused before stay so. Where it fails this
@@ -361,9 +354,7 @@ class VllmServer:
     async def model_info(self, http: HttpRequest) -> Response:
         model, path = self.folder.architecture, str(self.folder.path)
         told = {"model_path": path, "is_generation": True, "weight_version": self.version, **self._facts}
-        return JSONResponse(
-            told | {"model_type": model.model_type, "vocab_size": model.vocab_size, "architecture": asdict(model)}
-        )
+        return JSONResponse(told | {"model_type": model.model_type, "architecture": asdict(model)})
 
     async def server_info(self, http: HttpRequest) -> Response:
         return JSONResponse(dict(self._facts))
@@ -382,13 +373,13 @@ def _reason(one: Any, num_new: int) -> p.FinishReason | None:
     return p.FinishReason(type="stop", matched=one.token_ids[-1] if one.stop_reason is None else one.stop_reason)
 
 
+def _in_base64(experts: Any) -> str:
+    return b64encode(experts.astype("int32").tobytes()).decode()
+
+
 def _likeliest(place: Mapping[int, Any], most: int) -> p.Top:
     ranked = sorted(place.items(), key=lambda item: item[1].rank)
     return [(token, found.logprob) for token, found in ranked[:most]]
-
-
-def _done(message: str) -> Response:
-    return JSONResponse({"success": True, "message": message})
 
 
 def _failed(status: int, http: HttpRequest, error: Exception) -> Response:
@@ -405,44 +396,39 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
     """Answer until SIGTERM, or until vLLM's own processes are gone."""
     from vllm import AsyncEngineArgs, __version__
     from vllm.exceptions import VLLMClientError
+    from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if settings.device == "cpu":
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        width, sizes = (
-            read_checkpoint(settings.model).architecture.head_dim,
-            CPUAttentionBackend.get_supported_head_sizes(),
-        )
-        if width not in sizes:  # it would end at the first request
-            sys.exit(f"vLLM has no attention on a CPU for heads of {width}; it has {', '.join(map(str, sizes))}")
+    width = read_checkpoint(settings.model).architecture.head_dim
+    sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
+    if settings.device == "cpu" and width not in sizes:  # it would end at the first request
+        sys.exit(f"vLLM has no attention on a CPU for heads of {width}; it has {', '.join(map(str, sizes))}")
     has_tokenizer = any(settings.model.glob("tokenizer*.json"))
-    given = {
-        "seed": settings.seed or 0,
-        "enforce_eager": settings.device == "cpu",
-        "enable_prefix_caching": True,
-        "max_num_seqs": settings.max_batch or 64,
-        "kv_cache_memory_bytes": settings.cache_bytes,
-        "enable_return_routed_experts": False,
-        **{name.replace("-", "_"): value for name, value in settings.options.items()},
-    }
-    arguments: Any = {  # as its command line has them
+    options = {name.replace("-", "_"): value for name, value in settings.options.items()}
+    given: dict[str, Any] = {
         "model": str(settings.model),
         "dtype": settings.dtype,
+        "seed": settings.seed or 0,
         "max_model_len": settings.context_length,
+        "max_num_seqs": settings.max_batch or 64,
         "tensor_parallel_size": settings.tensor_parallel,
+        "kv_cache_memory_bytes": None if "gpu_memory_utilization" in options else settings.cache_bytes,
         "skip_tokenizer_init": not has_tokenizer,
+        "enforce_eager": settings.device == "cpu",
         "logprobs_mode": "processed_logprobs",  # of what was drawn from: after the temperature
         "max_logprobs": p.MAX_TOP_LOGPROBS,
         "worker_extension_cls": f"{Path(__file__).stem}.{WeightReceiver.__name__}",
         "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "enable_return_routed_experts": False,
+        **options,
     }
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **arguments))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+    context, dtype = engine.model_config.max_model_len, str(engine.model_config.dtype).removeprefix("torch.")
     facts = {
-        "engine": "vllm", "version": __version__, "dtype": str(engine.model_config.dtype).removeprefix("torch."),
-        "context_length": engine.model_config.max_model_len, "max_req_input_len": engine.model_config.max_model_len - 1,
-        "tp_size": settings.tensor_parallel,
-        "disable_radix_cache": not given["enable_prefix_caching"], "has_tokenizer": has_tokenizer,
+        "engine": "vllm", "version": __version__, "dtype": dtype, "tp_size": settings.tensor_parallel,
+        "context_length": context, "max_req_input_len": context - 1, "has_tokenizer": has_tokenizer,
+        "disable_radix_cache": not given["enable_prefix_caching"],
         "enable_return_routed_experts": given["enable_return_routed_experts"],
     }  # fmt: skip
     await engine.update_weight_version(settings.weight_version)

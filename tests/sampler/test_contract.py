@@ -307,7 +307,10 @@ def test_a_flushed_cache_is_empty(sampler):
         long = request((8,) * 300)  # vLLM keeps whole blocks, of 128 tokens on a CPU
         await client.generate([long])
         ((warm,),) = await client.generate([long])
-        await client._call("POST", "/flush_cache", {})
+        if sampler.engine == "vllm":  # which forgets prompts with weights alone
+            await client.update_weights_from_disk(sampler.first, 0)
+        else:
+            await client._call("POST", "/flush_cache", {})
         ((cold,),) = await client.generate([long])
         return warm.num_cached_tokens, cold.num_cached_tokens
 

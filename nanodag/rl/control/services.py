@@ -183,8 +183,8 @@ class Services:
             found = getattr(self._config.weights, setting)
             if is_class and found != needed:
                 raise ConfigError(
-                    f"{self._job.name}.weights.{setting} is {found}; with engine {self._config.sampler.engine} and a model "
-                    f"of model_code transformers set it to {needed}."
+                    f"{self._job.name}.weights.{setting} is {found}; a model of model_code transformers with "
+                    f"engine {self._config.sampler.engine} needs {needed}; set it to that."
                 )
 
     def _find_network(self) -> str:
