@@ -213,6 +213,7 @@ class VllmServer:
         num_new = len(one.token_ids) if request.params.max_new_tokens != 0 else 0
         ids, prompt, most = list(one.token_ids)[:num_new], list(request.input_ids), request.top_logprobs
         spans = [p.VersionSpan(version=s.version, start=s.start, end=s.end) for s in one.weight_versions or () if ids]
+        experts = one.routed_experts if request.return_routed_experts else None
         told, scored = list(one.logprobs or ())[:num_new], list(output.prompt_logprobs or ())
         return p.Completion(
             rid=str(request.rid),
@@ -228,7 +229,7 @@ class VllmServer:
             prompt_logprobs=[of and of[token].logprob for token, of in zip(prompt, scored, strict=False)],
             top_logprobs=[_likeliest(of, most) for of in told] if most else (),
             prompt_top_logprobs=[of and _likeliest(of, most) for of in scored] if most else (),
-            routed_experts=_in_base64(one.routed_experts) if request.return_routed_experts else "",
+            routed_experts="" if experts is None else b64encode(experts.astype("int32").tobytes()).decode(),
         )
 
     async def pause_generation(self, http: HttpRequest) -> Response:
@@ -373,10 +374,6 @@ def _reason(one: Any, num_new: int) -> p.FinishReason | None:
     return p.FinishReason(type="stop", matched=one.token_ids[-1] if one.stop_reason is None else one.stop_reason)
 
 
-def _in_base64(experts: Any) -> str:
-    return b64encode(experts.astype("int32").tobytes()).decode()
-
-
 def _likeliest(place: Mapping[int, Any], most: int) -> p.Top:
     ranked = sorted(place.items(), key=lambda item: item[1].rank)
     return [(token, found.logprob) for token, found in ranked[:most]]
@@ -415,9 +412,10 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
         "kv_cache_memory_bytes": None if "gpu_memory_utilization" in options else settings.cache_bytes,
         "skip_tokenizer_init": not has_tokenizer,
         "enforce_eager": settings.device == "cpu",
+        "enable_chunked_prefill": settings.device != "cpu",  # it would take a seeded draw back, which a CPU cannot
         "logprobs_mode": "processed_logprobs",  # of what was drawn from: after the temperature
         "max_logprobs": p.MAX_TOP_LOGPROBS,
-        "worker_extension_cls": f"{Path(__file__).stem}.{WeightReceiver.__name__}",
+        "worker_extension_cls": "nanodag.engines.vllm_server.WeightReceiver",  # of nanodag as it is loaded here
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "enable_return_routed_experts": False,

@@ -59,7 +59,7 @@ def test_what_torch_cannot_use_of_a_gpu_is_named(gpus, build, expected):
     ],
 )
 def test_two_environments_share_gpus_with_one_torch_and_one_nccl_only(theirs, fits):
-    fault = version_fault(FOR_13, theirs, "weights.sync=ipc")
+    fault = version_fault(FOR_13, theirs, "weights.sync=ipc", "SGLang")
     assert (fault == "") is fits
     assert fits or ("torch 2.14.1 with NCCL 2.30.7" in fault and str(theirs) in fault and "sync=disk" in fault)
 
@@ -98,7 +98,7 @@ def builds(monkeypatch):
     builds = {sys.executable: FOR_13, "/sglang": TorchBuild(version="2.13.0", cuda="13.0", nccl="2.29.7")}
     monkeypatch.setattr(preflight, "usable_gpus", lambda: (listed(), listed("1")))
     monkeypatch.setattr(preflight, "torch_build", builds.get)
-    monkeypatch.setattr(preflight, "find_python", lambda configured, device: "/sglang")
+    monkeypatch.setattr(preflight, "find_python", lambda configured, device, guest: "/sglang")
     return builds
 
 

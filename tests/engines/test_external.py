@@ -77,6 +77,15 @@ def test_every_difference_from_what_the_stage_needs_is_said_with_what_to_do():
     assert "type llama" in misfits(sglang, model | {"model_type": "llama"}, server)[0]
     assert "--disable-radix-cache" in misfits(replace(sglang, keeps_prompts=False), model, server)[0]
     assert "does not speak" in misfits(sglang, model, {})[0]
+    vllm = replace(sglang, engine="vllm")
+    model, server = model | {"architecture": architecture}, server | {"engine": "vllm", "version": "0.32.0"}
+    assert misfits(vllm, model, server) == []
+    assert (
+        "vocab_size 33, the stage's 32"
+        in misfits(vllm, {**model, "architecture": architecture | {"vocab_size": 33}}, server)[0]
+    )
+    assert "engine vllm, and the stage's sampler.engine is sglang" in misfits(sglang, model, server)[0]
+    server = server | {"engine": "sglang", "version": "0.5.23"}
     for name in ("dp_size", "pp_size", "nnodes"):
         assert f"its {name} is 2, and such a server takes no weights" in misfits(sglang, model, server | {name: 2})[0]
         assert misfits(sglang, model, server | {name: 1}) == []

@@ -55,7 +55,7 @@ def test_an_embedded_server_gets_its_description_as_json_and_its_key_unseen(serv
 
 
 def test_an_sglang_server_gets_room_for_its_reserve_and_what_a_cpu_needs(served, monkeypatch):
-    monkeypatch.setattr(start, "find_python", lambda configured, device: Path("/sglang/python"))
+    monkeypatch.setattr(start, "find_python", lambda configured, device, guest: Path("/sglang/python"))
     settings = served(engine="sglang", context_length=64, option=["mem_fraction_static=0.5", "enable-metrics"])
     command, environment = foreground_command(settings)
     assert command[0] == "/sglang/python" and command[1].endswith("sglang_shim.py")

@@ -16,6 +16,12 @@ ROUTED = {"router_replay": True}
 LENGTH = {"name": "length", "options": {"longest": 3}}
 
 REFUSED = [
+    # vLLM
+    ({"sampler": {"engine": "vllm", "deterministic": True}}, "samples of vllm depend on what runs beside"),
+    ({"sampler": {"engine": "vllm"}, "placement": "shared"}, "gives no memory back"),
+    ({"sampler": {"engine": "vllm"}, "lora_sync": "adapter", "lora_rank": 4}, "others are not given adapters"),
+    ({"sampler": {"engine": "vllm"}, "sync_check_every": 5}, "cannot be verified yet that vLLM has"),
+    ({"sampler": {"engine": "vllm", "options": {"max_model_len": 9}}}, "follows from other fields"),
     # algorithm
     ({"kl_in": "reward"}, "kl_coefficient is 0"),
     ({"reference_every": 2}, "refreshes nothing"),

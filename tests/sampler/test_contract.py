@@ -4,6 +4,7 @@ SGLang's half is slow, and needs what `nanodag sampler install --cpu` makes, or 
 """
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Sampler:
 def start(engine: str, folder: Path, log_path: Path):
     if engine != "embedded":
         {"sglang": sglang_python, "vllm": vllm_python}[engine]()
+    os.environ["PYTHONSAFEPATH"] = "1"  # as it is below Prefect
     settings = EngineSettings(
         engine=engine, model=folder, weight_version=0, dtype="float32", max_batch=8, context_length=CONTEXT,
         memory_fraction=0.3, start_timeout_s=1500,

