@@ -125,6 +125,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "routes_of_turns": lambda s: s.rollout.router_replay and not s.rollout.generate.is_one_turn,
     "routes_twice": lambda s: s.rollout.router_replay
         and (s.rollout.partial_rollout_tokens or s.weights.sync_mode in ("abort", "retract")),
+    "routes_vllm": lambda s: s.rollout.router_replay and s.sampler.engine == "vllm",
     "routes_sequence_parallel": lambda s: s.rollout.router_replay and s.optimizer.sequence_parallel > 1,
     # the algorithm
     "dual_clip": lambda s: 0 < s.algorithm.dual_clip <= 1,

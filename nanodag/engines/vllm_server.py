@@ -17,7 +17,7 @@ import json
 import os
 import socket
 import sys
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
@@ -152,8 +152,8 @@ class VllmServer:
                 f"top_p {params.top_p:g} and top_k {params.top_k} change the log-probabilities that vLLM tells: leave "
                 "both out, or ask for none"
             )
-        if request.return_routed_experts and not self._facts["enable_return_routed_experts"]:
-            raise BadRequest("routed experts are not kept: start it with the option enable_return_routed_experts")
+        if request.return_routed_experts:
+            raise BadRequest("routed experts are for the other samplers: vLLM on a CPU cannot tell them")
         if request.rid in self._in_flight:
             raise BadRequest(f"rid {request.rid!r} belongs to a request in flight: choose another")
 
@@ -213,7 +213,6 @@ class VllmServer:
         num_new = len(one.token_ids) if request.params.max_new_tokens != 0 else 0
         ids, prompt, most = list(one.token_ids)[:num_new], list(request.input_ids), request.top_logprobs
         spans = [p.VersionSpan(version=s.version, start=s.start, end=s.end) for s in one.weight_versions or () if ids]
-        experts = one.routed_experts if request.return_routed_experts else None
         told, scored = list(one.logprobs or ())[:num_new], list(output.prompt_logprobs or ())
         return p.Completion(
             rid=str(request.rid),
@@ -229,7 +228,6 @@ class VllmServer:
             prompt_logprobs=[of and of[token].logprob for token, of in zip(prompt, scored, strict=False)],
             top_logprobs=[_likeliest(of, most) for of in told] if most else (),
             prompt_top_logprobs=[of and _likeliest(of, most) for of in scored] if most else (),
-            routed_experts="" if experts is None else b64encode(experts.astype("int32").tobytes()).decode(),
         )
 
     async def pause_generation(self, http: HttpRequest) -> Response:
@@ -418,7 +416,6 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
         "worker_extension_cls": "nanodag.engines.vllm_server.WeightReceiver",  # of nanodag as it is loaded here
         "disable_log_stats": True,
         "enable_prefix_caching": True,
-        "enable_return_routed_experts": False,
         **options,
     }
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
@@ -427,7 +424,6 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
         "engine": "vllm", "version": __version__, "dtype": dtype, "tp_size": settings.tensor_parallel,
         "context_length": context, "max_req_input_len": context - 1, "has_tokenizer": has_tokenizer,
         "disable_radix_cache": not given["enable_prefix_caching"],
-        "enable_return_routed_experts": given["enable_return_routed_experts"],
     }  # fmt: skip
     await engine.update_weight_version(settings.weight_version)
     doors = Doors(

@@ -18,6 +18,7 @@ LENGTH = {"name": "length", "options": {"longest": 3}}
 REFUSED = [
     # vLLM
     ({"sampler": {"engine": "vllm", "deterministic": True}}, "samples of vllm depend on what runs beside"),
+    ({"sampler": {"engine": "vllm"}, **ROUTED}, "cannot tell experts"),
     ({"sampler": {"engine": "vllm"}, "placement": "shared"}, "gives no memory back"),
     ({"sampler": {"engine": "vllm"}, "lora_sync": "adapter", "lora_rank": 4}, "others are not given adapters"),
     ({"sampler": {"engine": "vllm"}, "sync_check_every": 5}, "cannot be verified yet that vLLM has"),
