@@ -122,10 +122,14 @@ class VllmServer:
             self.begin_weight_update, self.update_weights_from_distributed, self.update_weights_from_tensor,
             self.end_weight_update,
         )  # fmt: skip
-        failed = {kind: partial(_failed, status) for kind, status in ((BadRequest, 400), (SamplerError, 500))}
-        return Starlette(
-            routes=[*routes("GET", told), *routes("POST", changed)], exception_handlers=failed | dict(HANDLERS)
-        )
+        handlers = {**HANDLERS, BadRequest: self._failed, Exception: self._failed}
+        return Starlette(routes=[*routes("GET", told), *routes("POST", changed)], exception_handlers=handlers)
+
+    def _failed(self, http: HttpRequest, error: Exception) -> Response:
+        if self.engine.errored:
+            _end("vLLM's own processes are gone")
+        status = 400 if isinstance(error, BadRequest) else 500
+        return JSONResponse({"success": False, "message": str(error)}, status_code=status)
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await body_of(http, p.GenerateBody)
@@ -375,10 +379,6 @@ def _reason(one: Any, num_new: int) -> p.FinishReason | None:
 def _likeliest(place: Mapping[int, Any], most: int) -> p.Top:
     ranked = sorted(place.items(), key=lambda item: item[1].rank)
     return [(token, found.logprob) for token, found in ranked[:most]]
-
-
-def _failed(status: int, http: HttpRequest, error: Exception) -> Response:
-    return JSONResponse({"success": False, "message": str(error)}, status_code=status)
 
 
 def _end(reason: str) -> None:

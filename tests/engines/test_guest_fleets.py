@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from nanodag.children.tree import descendants
 from nanodag.engines.start import start_engine
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
@@ -62,12 +63,13 @@ def test_two_servers_outlive_kills_and_have_the_right_weights(model, tmp_path, e
         assert await versions_of_answers(samplers) == {"0"}
         await samplers.update_weights_from_disk(str(other), 1)
         assert await versions_of_answers(samplers) == {"1"}
-        step = asyncio.ensure_future(versions_of_answers(samplers))
-        await asyncio.sleep(0.1)
-        os.kill(servers[1].pid, signal.SIGKILL)
-        assert await step == {"1"}
-        assert await samplers.versions() == ["1", "1"]  # the one that was started again, too
-        assert samplers.num_restarts == 1
+        for number, victim in enumerate((servers[1].pid, list(descendants(servers[0].pid))[-1])):  # and a worker
+            step = asyncio.ensure_future(versions_of_answers(samplers))
+            await asyncio.sleep(0.1)
+            os.kill(victim, signal.SIGKILL)
+            assert await step == {"1"}
+            assert await samplers.versions() == ["1", "1"]  # the one that was started again, too
+            assert samplers.num_restarts == number + 1
         assert await versions_of_answers(samplers) == {"1"}
 
     with_samplers(launch, model, work, health_every_s=0.2)
