@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from nanodag.config.section import Section
 from nanodag.errors import ConfigError
@@ -60,11 +60,9 @@ class NightlyConfig(Section):
         zone_of(timezone)
         return timezone
 
-    @model_validator(mode="after")
-    def _labels_differ(self) -> "NightlyConfig":
+    def check_settings(self) -> None:
         if twice := sorted(set(self.runs) & set(self.models)):
             raise ValueError(f"{twice[0]!r} is a label in both runs and models; a line of the trend has one meaning")
-        return self
 
 
 def last_due(cron: str, now: datetime) -> datetime:

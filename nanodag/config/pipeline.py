@@ -9,15 +9,7 @@ from socket import inet_aton
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    Field,
-    PlainValidator,
-    SerializeAsAny,
-    TypeAdapter,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PlainValidator, SerializeAsAny, TypeAdapter, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from nanodag.config.kind import CONVERSATIONS, REWARD_MODEL
@@ -75,11 +67,9 @@ class ClusterConfig(Section):
     ssh_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
     """The command that runs another one on {host} without asking for a password."""
 
-    @model_validator(mode="after")
-    def _names_the_host(self) -> "ClusterConfig":
+    def check_settings(self) -> None:
         if "{host}" not in self.ssh_command:
             raise ValueError(f"ssh_command {self.ssh_command!r} has no {{host}}; write it as in: ssh {{host}}")
-        return self
 
 
 class StoreConfig(Section):
@@ -109,11 +99,9 @@ class StoreConfig(Section):
                 raise ValueError(f"{url!r}: there is no kind of store {scheme}://.{near}")
         return url
 
-    @model_validator(mode="after")
-    def _has_somewhere_to_mirror(self) -> "StoreConfig":
+    def check_settings(self) -> None:
         if self.mirror_checkpoints and ("://" not in self.url or self.url.startswith("file://")):
             raise ValueError(f"mirror_checkpoints needs a remote store; in {self.url} checkpoints are there already")
-        return self
 
 
 class DataSize(Section):
@@ -167,8 +155,7 @@ class ServerConfig(Section):
     """Whether an agent's `command`, `folder`, `library` and `python` stand in the pipeline file alone. Else an override
     may set them too, as a flow run's parameter. An override cannot set this."""
 
-    @model_validator(mode="after")
-    def _is_safe(self) -> "ServerConfig":
+    def check_settings(self) -> None:
         if ":" in self.host:
             raise ValueError(f"host {self.host!r} is of IPv6, which is not built; use 127.0.0.1, or an IPv4 address")
         if _is_unspecified(self.host):
@@ -188,7 +175,6 @@ class ServerConfig(Section):
                     "database holds a password, which every run's record would show; leave it out and give it by "
                     "PGPASSWORD or ~/.pgpass"
                 )
-        return self
 
 
 def _is_unspecified(host: str) -> bool:
@@ -311,8 +297,7 @@ class Pipeline(Section):
     stages: dict[str, AnyStage] = Field(min_length=1)
     """The DAG: stage name -> stage."""
 
-    @model_validator(mode="after")
-    def _is_a_dag(self) -> "Pipeline":
+    def check_settings(self) -> None:
         for name, stage in self.stages.items():
             if not _STAGE_NAME.fullmatch(name) or name in type(self).model_fields:
                 settings = ", ".join(type(self).model_fields)
@@ -324,7 +309,6 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.{error}") from error
             self._check_machines(name, stage)
         order_of(self)
-        return self
 
     def _check_inputs(self, name: str, stage: AnyStage) -> None:
         kind = find_kind(stage.kind)

@@ -3,7 +3,7 @@ all these stages have."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -55,13 +55,11 @@ class EntryConfig(Section):
     def _bare_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _exists(self) -> "EntryConfig":
+    def check_settings(self) -> None:
         if self.name != self.special:
             registry.check_options(self.kind, self.name, self.options, self.settings)
         elif self.options:
             raise ValueError(f"options mean nothing to {self.kind} {self.name}; leave them out, or name a function")
-        return self
 
     def __str__(self) -> str:
         """Name with options, for messages."""
@@ -156,15 +154,14 @@ class FilterConfig(EntryConfig):
 
     kind = "filter"
 
-    @model_validator(mode="after")
-    def _lets_some_pass(self) -> "FilterConfig":
+    def check_settings(self) -> None:
+        super().check_settings()
         lowest, highest = self.options.get("lowest", -math.inf), self.options.get("highest", math.inf)
         if self.traits is not None and float(lowest) > float(highest):
             raise ValueError(
                 f"filter {self.name}: lowest {lowest:g} is above highest {highest:g}, so every group would be dropped; "
                 "swap them"
             )
-        return self
 
 
 class GenerateConfig(EntryConfig):
@@ -181,11 +178,10 @@ class GenerateConfig(EntryConfig):
     timeout_s: Seconds = 300.0
     """Seconds that the function may take without asking the sampler."""
 
-    @model_validator(mode="after")
-    def _has_a_function_to_end(self) -> "GenerateConfig":
+    def check_settings(self) -> None:
+        super().check_settings()
         if self.is_one_turn and self.timeout_s != type(self).model_fields["timeout_s"].default:
             raise ValueError("generate.timeout_s means nothing to one_turn; leave it out, or name a function")
-        return self
 
     @property
     def programs(self) -> dict[str, Any]:
@@ -213,13 +209,11 @@ class EngineConfig(Section):
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server or vLLM's engine, by name."""
 
-    @model_validator(mode="after")
-    def _fits_its_engine(self) -> Self:
+    def check_settings(self) -> None:
         for name in GUESTS_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"sampler.{name} means something to engines sglang and vllm only; leave it out")
         check_options(self.options)
-        return self
 
 
 class SamplerConfig(EngineConfig):
@@ -266,8 +260,8 @@ class SamplerConfig(EngineConfig):
     max_restarts: int = operational(3, ge=0)
     """How often in a row one sampler may be restarted."""
 
-    @model_validator(mode="after")
-    def _has_servers(self) -> "SamplerConfig":
+    def check_settings(self) -> None:
+        super().check_settings()
         if self.engine in TITLES and self.deterministic is True:
             raise ValueError(
                 f"sampler.deterministic: true needs engine embedded; samples of {self.engine} depend on what runs "
@@ -278,7 +272,6 @@ class SamplerConfig(EngineConfig):
             raise ValueError(f"sampler.urls names {twice[0]} twice; name each server once")
         if self.replicas == 0 and not self.has_others:
             raise ValueError("sampler.replicas 0 needs servers of others: name some in sampler.urls or urls_file")
-        return self
 
     @property
     def has_others(self) -> bool:

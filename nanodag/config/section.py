@@ -1,9 +1,9 @@
 """Base class of every part of the config, kinds of numbers, and fields that do not change a result."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from nanodag.errors import ConfigError
@@ -67,6 +67,14 @@ class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _whose_settings_fit(self) -> Self:
+        self.check_settings()
+        return self
+
+    def check_settings(self) -> None:
+        """Raise ValueError for settings that do not fit together."""
 
 
 Part = TypeVar("Part", bound=Section)

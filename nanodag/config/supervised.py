@@ -6,7 +6,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag import registry
 from nanodag.config import derive
@@ -139,13 +139,11 @@ class ScheduleConfig(StageSection):
     final_fraction: float = Field(0.0, ge=0, le=1)
     """Share of the peak rate that is left at the last step."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ScheduleConfig":
+    def check_settings(self) -> None:
         if self.warmup_fraction + self.decay_fraction > 1:
             raise ValueError(
                 f"warmup_fraction {self.warmup_fraction} + decay_fraction {self.decay_fraction} exceed 1; lower one"
             )
-        return self
 
 
 class SupervisedStage(TrainedStage):
@@ -223,8 +221,7 @@ class SupervisedStage(TrainedStage):
     sample_prompts: tuple[str, ...] = operational(())
     """Prompts that the model continues at each evaluation, for the log."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "SupervisedStage":
+    def check_settings(self) -> None:
         if 0 < self.core_limit < FEWEST_ITEMS:
             raise ValueError(
                 f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
@@ -245,7 +242,6 @@ class SupervisedStage(TrainedStage):
             if getattr(self.optimizer, name) != OptimizerConfig.model_fields[name].default:
                 raise ValueError(f"optimizer.{name} means nothing without optimizer.lora_rank; leave it out")
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
-        return self
 
     @property
     def packing(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from nanodag.config import derive
 from nanodag.config import rl_sections as sections
@@ -56,11 +56,9 @@ class RLStage(SampledStage, TrainedStage):
     """The weights of each step that this number divides are kept as a Hugging Face folder in the artifact's records,
     weights/step-STEP; 0 for none."""
 
-    @model_validator(mode="after")
-    def _combination(self) -> "RLStage":
+    def check_settings(self) -> None:
         self.resources.check_offload(zero_stage=self.optimizer.zero_stage, optimizer="adamw")
         check(self)
-        return self
 
     @property
     def best_metric(self) -> str:
@@ -272,14 +270,12 @@ class SelectStage(SampledStage):
     """Preference pairs in the place of the best answers: the best and the worst answer to each prompt, or every two
     answers with different rewards."""
 
-    @model_validator(mode="after")
-    def _can_be_sampled(self) -> "SelectStage":
+    def check_settings(self) -> None:
         if self.pairs != "none" and self.best != 1:
             raise ValueError(
                 f"best {self.best} keeps single answers, and pairs: {self.pairs} makes pairs; leave one out"
             )
         self.as_rl()
-        return self
 
     def as_rl(self) -> RLStage:
         """The RL stage that its worker runs: it samples and scores, and trains nothing. Raises ValueError for settings

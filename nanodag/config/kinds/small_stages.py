@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag.config.kind import MODEL, PAGE, TOKENIZER, Kind
 from nanodag.config.stage_base import ExternalInput, StageBase
@@ -69,11 +69,9 @@ class ReportStage(StageBase):
     price_per_hour: float = Field(0.0, ge=0)
     """Price of one device an hour, in any currency; 0 leaves prices out."""
 
-    @model_validator(mode="after")
-    def _data_alone_is_read(self) -> "ReportStage":
+    def check_settings(self) -> None:
         for source in self.contamination:
             check_effect(source, "text")
-        return self
 
 
 KINDS = (
