@@ -20,7 +20,7 @@ from nanodag.config.section import (
     later,
     operational,
 )
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
 from nanodag.inference.addresses import parse_address
@@ -391,9 +391,7 @@ class SampledStage(StageBase):
     keep_checkpoints: int = operational(2, ge=1)
     """Newest checkpoints that are kept while the stage runs."""
 
-    @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:  # type: ignore[override]
-        return self.data
+    learned_sources = from_setting("data")
 
     @property
     def has_samplers(self) -> bool:

@@ -1,6 +1,7 @@
 """Settings that every stage has (inputs, seed, resources), and the questions that every stage answers about itself."""
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
@@ -90,6 +91,11 @@ class ExternalInput(NamedTuple):
     what: str
     name: str
     num_steps: int = 0
+
+
+def from_setting(name: str) -> Any:
+    """A stage's answer that is one of its settings, by the dotted name."""
+    return property(attrgetter(name))
 
 
 class StageBase(Section):

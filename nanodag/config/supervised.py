@@ -15,7 +15,7 @@ from nanodag.config.kind import MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, check_names
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, later, operational
-from nanodag.config.stage_base import ExternalInput, TrainedStage
+from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.data.records import Wanted
@@ -248,9 +248,9 @@ class SupervisedStage(TrainedStage):
         """Options of the batches beside those that all kinds have."""
         return {}
 
-    @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:  # type: ignore[override]
-        return self.data
+    learned_sources = from_setting("data")
+    optimizer_name = from_setting("optimizer.name")
+    lora_rank = from_setting("optimizer.lora_rank")
 
     @property
     def measures_held_out(self) -> bool:  # type: ignore[override]
@@ -260,14 +260,6 @@ class SupervisedStage(TrainedStage):
         """CORE's bundle, where it is scored on it."""
         if self.core_every:
             yield ExternalInput("core_bundle", "core", bundle_url(self.core_bundle))
-
-    @property
-    def optimizer_name(self) -> str:  # type: ignore[override]
-        return self.optimizer.name
-
-    @property
-    def lora_rank(self) -> int:  # type: ignore[override]
-        return self.optimizer.lora_rank
 
     def own_evaluation(self, name: str) -> EvalStage | None:
         """The benchmarks that it asks, as an eval stage with little memory, as it stands beside the trainer."""
@@ -371,9 +363,7 @@ class ChatStage(SupervisedStage):
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than sequence_length: `truncate` or `drop`."""
 
-    @property
-    def passes(self) -> float:  # type: ignore[override]
-        return self.num_epochs
+    passes = from_setting("num_epochs")
 
     @property
     def packing(self) -> dict[str, Any]:

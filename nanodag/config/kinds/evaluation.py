@@ -13,7 +13,7 @@ from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, later, operational
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
@@ -235,9 +235,7 @@ class EvalStage(StageBase):
     def is_served(self) -> bool:  # type: ignore[override]
         return self.endpoint.url != "none"
 
-    @property
-    def asks_in_chat(self) -> bool:  # type: ignore[override]
-        return self.chat
+    asks_in_chat = from_setting("chat")
 
     @property
     def guest(self) -> EvalSamplerConfig | None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
 from nanodag.config.rl_parts import EntryConfig, SampledStage
 from nanodag.config.section import Auto, later, operational
-from nanodag.config.stage_base import ExternalInput, TrainedStage
+from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
@@ -99,9 +99,7 @@ class RLStage(SampledStage, TrainedStage):
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
         return self.algorithm.load(entry)
 
-    @property
-    def lora_rank(self) -> int:  # type: ignore[override]
-        return self.optimizer.lora_rank
+    lora_rank = from_setting("optimizer.lora_rank")
 
     @property
     def measures_held_out(self) -> bool:  # type: ignore[override]
