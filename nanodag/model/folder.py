@@ -68,8 +68,7 @@ def load(
     """
     architecture = read_checkpoint(folder).architecture
     if architecture.model_code == "transformers":
-        from nanodag.model.transformers_model import TransformersModel
-        from nanodag.model.transformers_scorer import TransformersScorer
+        from nanodag.model.transformers_model import TransformersModel, TransformersScorer
 
         return (TransformersScorer if scores else TransformersModel)(
             folder, architecture, activation_checkpointing=activation_checkpointing
