@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -398,10 +398,8 @@ def _run(pieces: Pieces, window: int | None, logsumexp: Tensor, *, backward: boo
     on_threads(work)
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    functions = {"scratch_size": ([c_void_p], c_int64), "attention": ([c_void_p, c_int64, c_void_p, c_void_p], None)}
-    return c_library(SOURCE, "the attention of training on a CPU", functions)
+_TYPES = {"scratch_size": ([c_void_p], c_int64), "attention": ([c_void_p, c_int64, c_void_p, c_void_p], None)}
+_library = cache(partial(c_library, SOURCE, "the attention of training on a CPU", _TYPES))
 
 
 BACK_ENDS: dict[BackEnd, Callable[[Sequences, Places, torch.device], Flat]] = {
