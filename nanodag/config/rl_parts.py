@@ -8,18 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
-from nanodag.config.section import (
-    Auto,
-    Fraction,
-    Natural,
-    Positive,
-    Precision,
-    Seconds,
-    Section,
-    Share,
-    later,
-    operational,
-)
+from nanodag.config.section import Auto, Natural, Positive, Precision, Seconds, Section, Share, later, operational
 from nanodag.config.stage_base import StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
@@ -243,7 +232,7 @@ class SamplerConfig(EngineConfig):
     numbers from 0. `auto`: half of them, none with sampler.nodes."""
     nodes: int = operational(0, ge=0, le=10_000)
     """With `placement: separate`, nodes of cluster.hostfile that samplers have to themselves, after the trainer's."""
-    memory_fraction: Fraction | Auto = operational("auto")
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = operational("auto")
     """Share of a device's whole memory that a sampler takes for weights and cache, whatever else is there. `auto`, of a
     GPU: 0.4 beside the trainer, 0.8 in turns with it, 0.9 alone; 0.25 of a CPU's memory for all replicas."""
     cache_bytes: Positive | Auto = operational("auto")

@@ -14,7 +14,6 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.01, le=366 * 24 * 3600)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 Precision = Literal["fp32", "bf16"]
 
 
