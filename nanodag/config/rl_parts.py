@@ -64,21 +64,15 @@ class EntryConfig(Section):
         """`module:function` of the user's own that it names; empty for ours."""
         return "" if self.name == self.special else registry.own_function(self.kind, self.name)
 
-    @property
-    def own_file(self) -> str:
-        """The user's own file that it names, as `judge:` does; empty where there is none."""
-        return "" if self.name == self.special else registry.own_argument(self.kind, self.name, "file")
+    def own(self, form: registry.Argument) -> str:
+        """The argument of that form that it names: the user's `file` of `judge:`, a reward model's `folder`, the
+        `module` that a guest loads for `verifiers:`; empty where there is none."""
+        return "" if self.name == self.special else registry.own_argument(self.kind, self.name, form)
 
     def agents_path(self, option: Literal["folder", "library"]) -> str:
         """The user's folder that an agent's program runs in, whose files decide what it does, or the Python environment
         with whose packages it runs; empty where there is none."""
         return str(self.options.get(option, "")) if (self.kind, self.name) == ("generate", "agent") else ""
-
-    @property
-    def own_module(self) -> str:
-        """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
-        module = "" if self.name == self.special else registry.own_argument(self.kind, self.name, "module")
-        return module.replace("-", "_")
 
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""
@@ -128,14 +122,10 @@ class RewardConfig(EntryConfig):
     """Factor of the reward in the sum."""
 
     @property
-    def folder(self) -> str:
-        """Folder of the reward model that it asks, or `input:` and the stage's input that is one; empty for none."""
-        return "" if self.name == "auto" else registry.own_argument(self.kind, self.name, "folder")
-
-    @property
     def from_input(self) -> str:
         """The input of the stage that is its reward model; empty where there is none."""
-        return self.folder.removeprefix(registry.FROM_INPUT) if self.folder.startswith(registry.FROM_INPUT) else ""
+        folder = self.own("folder")
+        return folder.removeprefix(registry.FROM_INPUT) if folder.startswith(registry.FROM_INPUT) else ""
 
 
 class FilterConfig(EntryConfig):
