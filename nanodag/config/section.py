@@ -1,9 +1,9 @@
 """Base class of every part of the config, kinds of numbers, and fields that do not change a result."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from nanodag.errors import ConfigError
@@ -25,6 +25,16 @@ def _whole(value: Any) -> Any:
 
 WHOLE = BeforeValidator(_whole)
 """Of a Literal of numbers, which would take `true` for 1."""
+
+
+def checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Mark of a type whose values a function looks at. It raises ValueError for one that will not do."""
+
+    def same(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(same)
 
 
 def operational(default: Any, **constraints: Any) -> Any:
