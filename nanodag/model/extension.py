@@ -44,9 +44,8 @@ def extended(source: Path, folder: Path, *, positions: int, by: Literal["yarn", 
     folder = folder.with_name(f"{folder.name}-{sha256(str(source.absolute()).encode()).hexdigest()[:8]}")  # it may move
     temporary = folder.with_name(f"{folder.name}.{temporary_name()}")
     temporary.mkdir(parents=True)
-    for path in source.iterdir():
+    for path in {*source.iterdir()} - {source / "config.json"}:
         (temporary / path.name).symlink_to(path.absolute())
-    (temporary / "config.json").unlink()
     write_json(temporary / "config.json", config)
     try:
         os.rename(temporary, folder)

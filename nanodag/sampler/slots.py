@@ -177,9 +177,7 @@ class SlotTable:
         self.logprobs[target, :count] = self.logprobs[source, :count]
         self.samples[target], self.samples[source] = self.samples[source], None
         self.active[source] = False
-        if source in self.told:
-            self.told.discard(source)
-            self.told.add(target)
+        self.told = {target if row == source else row for row in self.told}
         self._changed()
 
     def draw_settings(self, rows: int) -> DrawSettings:
