@@ -146,8 +146,7 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     of_weights("mismatch_limit", LARGEST_MISMATCH[coarsest], f"{coarsest} on one of the two sides")
     of_rollout = Filler(rollout, f"{name}.rollout", origins)
     of_rollout("order", *_order(stage))
-    sections = {"sampler": fill.filled, "weights": of_weights.filled, "rollout": of_rollout.filled}
-    return stage.model_copy(update=sections)
+    return stage.model_copy(update={"sampler": fill.filled, "weights": of_weights.filled, "rollout": of_rollout.filled})
 
 
 def _filled_engine(

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from nanodag.config.section import Section
+from nanodag.config.section import Section, checked
 from nanodag.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ class NightlyConfig(Section):
 
     enabled: bool = True
     """Whether the schedule is on at first; `nanodag nightly on` and `off`, or the switch in Prefect's UI, change it."""
-    schedule: str = "0 3 * * *"
+    schedule: Annotated[str, checked(lambda cron: _schedule(cron, datetime.now().astimezone()))] = "0 3 * * *"
     """When nights begin, as cron."""
-    timezone: str = "local"
+    timezone: Annotated[str, checked(lambda name: zone_of(name))] = "local"
     """The schedule's time zone; `local` for this machine's."""
     runs: dict[Label, str] = {"newest": "*"}
     """Label -> name of a run, or a pattern such as `main-*` for the newest run that fits and has the stage. Nights of
@@ -48,23 +48,9 @@ class NightlyConfig(Section):
     compare_nights: int = Field(30, ge=1, le=1000)
     """Nights back over which the best is looked for."""
 
-    @field_validator("schedule")
-    @classmethod
-    def _is_cron(cls, schedule: str) -> str:
-        _schedule(schedule, datetime.now().astimezone())
-        return schedule
-
-    @field_validator("timezone")
-    @classmethod
-    def _is_zone(cls, timezone: str) -> str:
-        zone_of(timezone)
-        return timezone
-
-    @model_validator(mode="after")
-    def _labels_differ(self) -> "NightlyConfig":
+    def check_settings(self) -> None:
         if twice := sorted(set(self.runs) & set(self.models)):
             raise ValueError(f"{twice[0]!r} is a label in both runs and models; a line of the trend has one meaning")
-        return self
 
 
 def last_due(cron: str, now: datetime) -> datetime:

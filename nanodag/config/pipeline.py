@@ -4,31 +4,23 @@ import json
 import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from ipaddress import ip_address
 from socket import inet_aton
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    Field,
-    PlainValidator,
-    SerializeAsAny,
-    TypeAdapter,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PlainValidator, SerializeAsAny, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticKnownError
 
 from nanodag.config.kind import CONVERSATIONS, REWARD_MODEL
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.rl_parts import RewardConfig
-from nanodag.config.section import Auto, Seconds, Section, found_in, full_name
+from nanodag.config.section import Auto, Seconds, Section, checked, found_in, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.urls import parse_url
 from nanodag.errors.words import listed, nearest
+from nanodag.inference.addresses import is_loopback
 
 _NO_STORES = {"memory": "is gone when its process ends", **dict.fromkeys(("http", "https"), "cannot be written to")}
 _WEBHOOK = re.compile(r"none|env:\w+|block:[a-z0-9-]+/[a-z0-9-]+")
@@ -37,8 +29,6 @@ _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 SERVICES = ("wandb", "trackio", "mlflow")
 PLACES = ("run", "stage", "kind", "preset", "build")
 _PLACE = re.compile(r"\{([^{}]*)\}")
-
-Template = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def _of_its_kind(raw: Any, info: ValidationInfo) -> StageBase:
@@ -75,17 +65,29 @@ class ClusterConfig(Section):
     ssh_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
     """The command that runs another one on {host} without asking for a password."""
 
-    @model_validator(mode="after")
-    def _names_the_host(self) -> "ClusterConfig":
+    def check_settings(self) -> None:
         if "{host}" not in self.ssh_command:
             raise ValueError(f"ssh_command {self.ssh_command!r} has no {{host}}; write it as in: ssh {{host}}")
-        return self
+
+
+def _names_a_place(url: str) -> None:
+    scheme, separator, rest = url.partition("://")
+    if separator and not rest.strip("/"):
+        raise ValueError(f"{url!r} names no place after {scheme}://; give one, as in s3://bucket/folder")
+    if separator:
+        from fsspec.registry import available_protocols  # slow to import, and a folder needs none
+
+        if scheme in _NO_STORES:
+            raise ValueError(f"{url!r} {_NO_STORES[scheme]}; give a folder, or one as s3://bucket/folder")
+        if scheme not in (known := available_protocols()):
+            near = nearest(scheme, known) or " Known are folders, and s3, gs, az and the others of fsspec."
+            raise ValueError(f"{url!r}: there is no kind of store {scheme}://.{near}")
 
 
 class StoreConfig(Section):
     """Store of artifacts and checkpoints."""
 
-    url: str = Field("store", min_length=1)
+    url: Annotated[str, Field(min_length=1), checked(_names_a_place)] = "store"
     """The store: a folder or an fsspec URL. A relative path begins at the pipeline file's folder, in an override at the
     working directory."""
     local: str = Field("auto", min_length=1)
@@ -93,27 +95,9 @@ class StoreConfig(Section):
     mirror_checkpoints: bool = False
     """Whether checkpoints of running stages are copied to a remote store, so that another machine can resume."""
 
-    @field_validator("url")
-    @classmethod
-    def _names_a_place(cls, url: str) -> str:
-        scheme, separator, rest = url.partition("://")
-        if separator and not rest.strip("/"):
-            raise ValueError(f"{url!r} names no place after {scheme}://; give one, as in s3://bucket/folder")
-        if separator:
-            from fsspec.registry import available_protocols  # slow to import, and a folder needs none
-
-            if scheme in _NO_STORES:
-                raise ValueError(f"{url!r} {_NO_STORES[scheme]}; give a folder, or one as s3://bucket/folder")
-            if scheme not in (known := available_protocols()):
-                near = nearest(scheme, known) or " Known are folders, and s3, gs, az and the others of fsspec."
-                raise ValueError(f"{url!r}: there is no kind of store {scheme}://.{near}")
-        return url
-
-    @model_validator(mode="after")
-    def _has_somewhere_to_mirror(self) -> "StoreConfig":
+    def check_settings(self) -> None:
         if self.mirror_checkpoints and ("://" not in self.url or self.url.startswith("file://")):
             raise ValueError(f"mirror_checkpoints needs a remote store; in {self.url} checkpoints are there already")
-        return self
 
 
 class DataSize(Section):
@@ -167,13 +151,12 @@ class ServerConfig(Section):
     """Whether an agent's `command`, `folder`, `library` and `python` stand in the pipeline file alone. Else an override
     may set them too, as a flow run's parameter. An override cannot set this."""
 
-    @model_validator(mode="after")
-    def _is_safe(self) -> "ServerConfig":
+    def check_settings(self) -> None:
         if ":" in self.host:
             raise ValueError(f"host {self.host!r} is of IPv6, which is not built; use 127.0.0.1, or an IPv4 address")
         if _is_unspecified(self.host):
             raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
-        if not _is_loopback(self.host) and self.password_file == "none":
+        if not is_loopback(self.host) and self.password_file == "none":
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines, and who reaches Prefect's server runs "
                 "commands here; set server.password_file"
@@ -188,7 +171,6 @@ class ServerConfig(Section):
                     "database holds a password, which every run's record would show; leave it out and give it by "
                     "PGPASSWORD or ~/.pgpass"
                 )
-        return self
 
 
 def _is_unspecified(host: str) -> bool:
@@ -198,11 +180,19 @@ def _is_unspecified(host: str) -> bool:
         return False
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _fills_what_there_is(text: str) -> None:
+    if unknown := [place for place in _PLACE.findall(text) if place not in PLACES]:
+        places = listed(f"{{{place}}}" for place in PLACES)
+        raise ValueError(f"{text!r} has {{{unknown[0]}}}, which nothing fills in; there are {places}")
+
+
+def _tells_apart(text: str) -> None:
+    _fills_what_there_is(text)
+    if "{stage}" not in text:
+        raise ValueError(f"{text!r} is one id for all stages, which would write into one run; put {{stage}} in it")
+
+
+Template = Annotated[str, Field(min_length=1, max_length=200), checked(_fills_what_there_is)]
 
 
 class TrackingConfig(Section):
@@ -220,7 +210,7 @@ class TrackingConfig(Section):
     """What the stages of one run have in common."""
     name: Template = "{run}/{stage}"
     """The name of a stage's run in W&B and MLflow. Trackio tells runs apart by their names, so there it is the id."""
-    id: str = Field("{run}-{stage}-{build}", pattern=r"^[A-Za-z0-9_.{}-]{1,100}$")
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.{}-]{1,100}$"), checked(_tells_apart)] = "{run}-{stage}-{build}"
     """What a stage's run is known by, and continued under after a retry. `{build}` is new for each build; without it
     every build of the stage writes into one run."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
@@ -228,45 +218,29 @@ class TrackingConfig(Section):
     mode: Literal["online", "offline"] = "online"
     """`offline`: W&B writes files under the store's local folder and sends nothing; `wandb sync` does that later."""
 
-    @field_validator("group", "name", "id")
-    @classmethod
-    def _fills_what_there_is(cls, text: str) -> str:
-        if unknown := [place for place in _PLACE.findall(text) if place not in PLACES]:
-            places = listed(f"{{{place}}}" for place in PLACES)
-            raise ValueError(f"{text!r} has {{{unknown[0]}}}, which nothing fills in; there are {places}")
-        return text
-
-    @field_validator("id")
-    @classmethod
-    def _differs_between_stages(cls, text: str) -> str:
-        if "{stage}" not in text:
-            raise ValueError(f"{text!r} is one id for all stages, which would write into one run; put {{stage}} in it")
-        return text
-
 
 def filled(template: str, **places: str) -> str:
     """A template with its places filled in."""
     return _PLACE.sub(lambda match: places[match[1]], template)
 
 
+def _is_no_secret(webhook: str) -> None:
+    if _WEBHOOK.fullmatch(webhook):
+        return
+    if "://" in webhook:  # not shown
+        raise ValueError(
+            "an address is often a secret, and what stands here is kept in the records of runs: set it in an "
+            "environment variable and write env:NAME"
+        )
+    raise ValueError(f"{webhook!r} is neither none, env:NAME nor block:TYPE/NAME")
+
+
 class NotifyConfig(Section):
     """Messages on a run, sweep or night that failed, and on a night that got worse."""
 
-    webhook: str = "none"
+    webhook: Annotated[str, checked(_is_no_secret)] = "none"
     """Where a message goes: `env:NAME` for an address in an environment variable, `block:TYPE/NAME` for a notification
     block of Prefect's such as `block:slack-webhook/team`, or `none`."""
-
-    @field_validator("webhook")
-    @classmethod
-    def _is_no_secret(cls, webhook: str) -> str:
-        if _WEBHOOK.fullmatch(webhook):
-            return webhook
-        if "://" in webhook:  # not shown
-            raise ValueError(
-                "an address is often a secret, and what stands here is kept in the records of runs: set it in an "
-                "environment variable and write env:NAME"
-            )
-        raise ValueError(f"{webhook!r} is neither none, env:NAME nor block:TYPE/NAME")
 
 
 class Pipeline(Section):
@@ -311,8 +285,7 @@ class Pipeline(Section):
     stages: dict[str, AnyStage] = Field(min_length=1)
     """The DAG: stage name -> stage."""
 
-    @model_validator(mode="after")
-    def _is_a_dag(self) -> "Pipeline":
+    def check_settings(self) -> None:
         for name, stage in self.stages.items():
             if not _STAGE_NAME.fullmatch(name) or name in type(self).model_fields:
                 settings = ", ".join(type(self).model_fields)
@@ -324,7 +297,6 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.{error}") from error
             self._check_machines(name, stage)
         order_of(self)
-        return self
 
     def _check_inputs(self, name: str, stage: AnyStage) -> None:
         kind = find_kind(stage.kind)

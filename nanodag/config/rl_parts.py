@@ -3,24 +3,13 @@ all these stages have."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
-from nanodag.config.section import (
-    Auto,
-    Fraction,
-    Natural,
-    Positive,
-    Precision,
-    Seconds,
-    Section,
-    Share,
-    later,
-    operational,
-)
-from nanodag.config.stage_base import StageBase
+from nanodag.config.section import Auto, Natural, Positive, Precision, Seconds, Section, Share, later, operational
+from nanodag.config.stage_base import StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
 from nanodag.inference.addresses import parse_address
@@ -55,13 +44,11 @@ class EntryConfig(Section):
     def _bare_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _exists(self) -> "EntryConfig":
+    def check_settings(self) -> None:
         if self.name != self.special:
             registry.check_options(self.kind, self.name, self.options, self.settings)
         elif self.options:
             raise ValueError(f"options mean nothing to {self.kind} {self.name}; leave them out, or name a function")
-        return self
 
     def __str__(self) -> str:
         """Name with options, for messages."""
@@ -77,21 +64,15 @@ class EntryConfig(Section):
         """`module:function` of the user's own that it names; empty for ours."""
         return "" if self.name == self.special else registry.own_function(self.kind, self.name)
 
-    @property
-    def own_file(self) -> str:
-        """The user's own file that it names, as `judge:` does; empty where there is none."""
-        return "" if self.name == self.special else registry.own_argument(self.kind, self.name, "file")
+    def own(self, form: registry.Argument) -> str:
+        """The argument of that form that it names: the user's `file` of `judge:`, a reward model's `folder`, the
+        `module` that a guest loads for `verifiers:`; empty where there is none."""
+        return "" if self.name == self.special else registry.own_argument(self.kind, self.name, form)
 
     def agents_path(self, option: Literal["folder", "library"]) -> str:
         """The user's folder that an agent's program runs in, whose files decide what it does, or the Python environment
         with whose packages it runs; empty where there is none."""
         return str(self.options.get(option, "")) if (self.kind, self.name) == ("generate", "agent") else ""
-
-    @property
-    def own_module(self) -> str:
-        """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
-        module = "" if self.name == self.special else registry.own_argument(self.kind, self.name, "module")
-        return module.replace("-", "_")
 
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""
@@ -141,14 +122,10 @@ class RewardConfig(EntryConfig):
     """Factor of the reward in the sum."""
 
     @property
-    def folder(self) -> str:
-        """Folder of the reward model that it asks, or `input:` and the stage's input that is one; empty for none."""
-        return "" if self.name == "auto" else registry.own_argument(self.kind, self.name, "folder")
-
-    @property
     def from_input(self) -> str:
         """The input of the stage that is its reward model; empty where there is none."""
-        return self.folder.removeprefix(registry.FROM_INPUT) if self.folder.startswith(registry.FROM_INPUT) else ""
+        folder = self.own("folder")
+        return folder.removeprefix(registry.FROM_INPUT) if folder.startswith(registry.FROM_INPUT) else ""
 
 
 class FilterConfig(EntryConfig):
@@ -156,15 +133,14 @@ class FilterConfig(EntryConfig):
 
     kind = "filter"
 
-    @model_validator(mode="after")
-    def _lets_some_pass(self) -> "FilterConfig":
+    def check_settings(self) -> None:
+        super().check_settings()
         lowest, highest = self.options.get("lowest", -math.inf), self.options.get("highest", math.inf)
         if self.traits is not None and float(lowest) > float(highest):
             raise ValueError(
                 f"filter {self.name}: lowest {lowest:g} is above highest {highest:g}, so every group would be dropped; "
                 "swap them"
             )
-        return self
 
 
 class GenerateConfig(EntryConfig):
@@ -181,11 +157,10 @@ class GenerateConfig(EntryConfig):
     timeout_s: Seconds = 300.0
     """Seconds that the function may take without asking the sampler."""
 
-    @model_validator(mode="after")
-    def _has_a_function_to_end(self) -> "GenerateConfig":
+    def check_settings(self) -> None:
+        super().check_settings()
         if self.is_one_turn and self.timeout_s != type(self).model_fields["timeout_s"].default:
             raise ValueError("generate.timeout_s means nothing to one_turn; leave it out, or name a function")
-        return self
 
     @property
     def programs(self) -> dict[str, Any]:
@@ -213,13 +188,11 @@ class EngineConfig(Section):
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server or vLLM's engine, by name."""
 
-    @model_validator(mode="after")
-    def _fits_its_engine(self) -> Self:
+    def check_settings(self) -> None:
         for name in GUESTS_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"sampler.{name} means something to engines sglang and vllm only; leave it out")
         check_options(self.options)
-        return self
 
 
 class SamplerConfig(EngineConfig):
@@ -249,7 +222,7 @@ class SamplerConfig(EngineConfig):
     numbers from 0. `auto`: half of them, none with sampler.nodes."""
     nodes: int = operational(0, ge=0, le=10_000)
     """With `placement: separate`, nodes of cluster.hostfile that samplers have to themselves, after the trainer's."""
-    memory_fraction: Fraction | Auto = operational("auto")
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = operational("auto")
     """Share of a device's whole memory that a sampler takes for weights and cache, whatever else is there. `auto`, of a
     GPU: 0.4 beside the trainer, 0.8 in turns with it, 0.9 alone; 0.25 of a CPU's memory for all replicas."""
     cache_bytes: Positive | Auto = operational("auto")
@@ -266,8 +239,8 @@ class SamplerConfig(EngineConfig):
     max_restarts: int = operational(3, ge=0)
     """How often in a row one sampler may be restarted."""
 
-    @model_validator(mode="after")
-    def _has_servers(self) -> "SamplerConfig":
+    def check_settings(self) -> None:
+        super().check_settings()
         if self.engine in TITLES and self.deterministic is True:
             raise ValueError(
                 f"sampler.deterministic: true needs engine embedded; samples of {self.engine} depend on what runs "
@@ -278,7 +251,6 @@ class SamplerConfig(EngineConfig):
             raise ValueError(f"sampler.urls names {twice[0]} twice; name each server once")
         if self.replicas == 0 and not self.has_others:
             raise ValueError("sampler.replicas 0 needs servers of others: name some in sampler.urls or urls_file")
-        return self
 
     @property
     def has_others(self) -> bool:
@@ -398,9 +370,7 @@ class SampledStage(StageBase):
     keep_checkpoints: int = operational(2, ge=1)
     """Newest checkpoints that are kept while the stage runs."""
 
-    @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:  # type: ignore[override]
-        return self.data
+    learned_sources = from_setting("data")
 
     @property
     def has_samplers(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag import registry
 from nanodag.config import rl_parts as parts
@@ -297,13 +297,11 @@ class EvaluationSection(StageSection):
     """Benchmarks that are asked as a chat and answered in writing, each with its own sampling and interval. Here `auto`
     as max_new_tokens is that of rollouts. Items that do not fit into sampler.context count as wrong, as `too_long`."""
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> "EvaluationSection":
+    def check_settings(self) -> None:
         if HELD_OUT in different_names(self.benchmarks):
             raise ValueError(f"{HELD_OUT} is the reward on held-out prompts; give the benchmark another name")
         if core := [benchmark.name for benchmark in self.benchmarks if benchmark.is_core]:
             raise ValueError(f"benchmark {core[0]!r} is scored by likelihood; only an eval stage can ask it")
-        return self
 
     def is_time(self, name: str, step: int, *, num_steps: int) -> bool:
         """True where the weights of a step are evaluated on a benchmark, or on the held-out prompts."""

@@ -1,9 +1,9 @@
 """Base class of every part of the config, kinds of numbers, and fields that do not change a result."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 
 from nanodag.errors import ConfigError
@@ -14,7 +14,6 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.01, le=366 * 24 * 3600)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 Precision = Literal["fp32", "bf16"]
 
 
@@ -26,6 +25,16 @@ def _whole(value: Any) -> Any:
 
 WHOLE = BeforeValidator(_whole)
 """Of a Literal of numbers, which would take `true` for 1."""
+
+
+def checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Mark of a type whose values a function looks at. It raises ValueError for one that will not do."""
+
+    def same(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(same)
 
 
 def operational(default: Any, **constraints: Any) -> Any:
@@ -67,6 +76,14 @@ class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="after")
+    def _whose_settings_fit(self) -> Self:
+        self.check_settings()
+        return self
+
+    def check_settings(self) -> None:
+        """Raise ValueError for settings that do not fit together."""
 
 
 Part = TypeVar("Part", bound=Section)

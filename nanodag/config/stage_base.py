@@ -1,9 +1,10 @@
 """Settings that every stage has (inputs, seed, resources), and the questions that every stage answers about itself."""
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag.config.section import Auto, Natural, Seconds, Section, StageSection, in_sections, operational
 from nanodag.data.config import SourceConfig
@@ -65,14 +66,13 @@ class Resources(StageSection):
         """Nodes that share the stage; one where that is left to the machine."""
         return 1 if self.nodes == "auto" else self.nodes
 
-    @model_validator(mode="after")
-    def _ranks_fit_nodes(self) -> "Resources":
+    def check_settings(self) -> None:
         if self.work_pool != "none" and self.device == "auto":
             raise ValueError(f"device auto is this machine's, not that of work_pool {self.work_pool}; say cpu or cuda")
         if self.gpus_per_node and self.device == "cpu":
             raise ValueError(f"gpus_per_node {self.gpus_per_node} means nothing on device cpu; set num_ranks")
         if self.num_ranks == "auto" or self.nodes == "auto":
-            return self
+            return
         if self.num_ranks % self.nodes:
             raise ValueError(f"num_ranks {self.num_ranks} is not a multiple of nodes {self.nodes}; each has as many")
         if self.gpus_per_node not in (0, self.num_ranks // self.nodes):
@@ -80,7 +80,6 @@ class Resources(StageSection):
                 f"num_ranks {self.num_ranks} is not nodes {self.nodes} x gpus_per_node {self.gpus_per_node}; leave one "
                 "of them out"
             )
-        return self
 
 
 class ExternalInput(NamedTuple):
@@ -92,6 +91,11 @@ class ExternalInput(NamedTuple):
     what: str
     name: str
     num_steps: int = 0
+
+
+def from_setting(name: str) -> Any:
+    """A stage's answer that is one of its settings, by the dotted name."""
+    return property(attrgetter(name))
 
 
 class StageBase(Section):

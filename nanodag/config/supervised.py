@@ -6,7 +6,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag import registry
 from nanodag.config import derive
@@ -15,7 +15,7 @@ from nanodag.config.kind import MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, check_names
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, later, operational
-from nanodag.config.stage_base import ExternalInput, TrainedStage
+from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.data.records import Wanted
@@ -139,13 +139,11 @@ class ScheduleConfig(StageSection):
     final_fraction: float = Field(0.0, ge=0, le=1)
     """Share of the peak rate that is left at the last step."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "ScheduleConfig":
+    def check_settings(self) -> None:
         if self.warmup_fraction + self.decay_fraction > 1:
             raise ValueError(
                 f"warmup_fraction {self.warmup_fraction} + decay_fraction {self.decay_fraction} exceed 1; lower one"
             )
-        return self
 
 
 class SupervisedStage(TrainedStage):
@@ -223,8 +221,7 @@ class SupervisedStage(TrainedStage):
     sample_prompts: tuple[str, ...] = operational(())
     """Prompts that the model continues at each evaluation, for the log."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "SupervisedStage":
+    def check_settings(self) -> None:
         if 0 < self.core_limit < FEWEST_ITEMS:
             raise ValueError(
                 f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
@@ -245,16 +242,15 @@ class SupervisedStage(TrainedStage):
             if getattr(self.optimizer, name) != OptimizerConfig.model_fields[name].default:
                 raise ValueError(f"optimizer.{name} means nothing without optimizer.lora_rank; leave it out")
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
-        return self
 
     @property
     def packing(self) -> dict[str, Any]:
         """Options of the batches beside those that all kinds have."""
         return {}
 
-    @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:  # type: ignore[override]
-        return self.data
+    learned_sources = from_setting("data")
+    optimizer_name = from_setting("optimizer.name")
+    lora_rank = from_setting("optimizer.lora_rank")
 
     @property
     def measures_held_out(self) -> bool:  # type: ignore[override]
@@ -264,14 +260,6 @@ class SupervisedStage(TrainedStage):
         """CORE's bundle, where it is scored on it."""
         if self.core_every:
             yield ExternalInput("core_bundle", "core", bundle_url(self.core_bundle))
-
-    @property
-    def optimizer_name(self) -> str:  # type: ignore[override]
-        return self.optimizer.name
-
-    @property
-    def lora_rank(self) -> int:  # type: ignore[override]
-        return self.optimizer.lora_rank
 
     def own_evaluation(self, name: str) -> EvalStage | None:
         """The benchmarks that it asks, as an eval stage with little memory, as it stands beside the trainer."""
@@ -375,9 +363,7 @@ class ChatStage(SupervisedStage):
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than sequence_length: `truncate` or `drop`."""
 
-    @property
-    def passes(self) -> float:  # type: ignore[override]
-        return self.num_epochs
+    passes = from_setting("num_epochs")
 
     @property
     def packing(self) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
         for _, entry in found_in(stage, EntryConfig):
             if entry.own_function and not registry.is_shipped(entry.own_function):
                 voucher.check(f"stage {stage_name}", entry.own_function)
-            if entry.own_module:
-                voucher.check(f"stage {stage_name}", entry.own_module)
+            if module := entry.own("module"):
+                voucher.check(f"stage {stage_name}", module.replace("-", "_"))
 
 
 def check_agents(pipeline: Pipeline, stages: Any) -> None:

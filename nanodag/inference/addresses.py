@@ -15,6 +15,13 @@ LEAST_KEY = 16
 """Characters of a key that a server of ours takes."""
 
 
+def is_loopback(host: str) -> bool:
+    """True for an address or a name by which only this machine is reached."""
+    with suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
 @dataclass(frozen=True)
 class Address:
     """Address of a server. key_file: of the key that requests to it bear, "" for none."""
@@ -25,10 +32,7 @@ class Address:
     @property
     def is_here(self) -> bool:
         """True when it is a server of this machine, by its address."""
-        host = urlsplit(self.url).hostname or ""
-        with suppress(ValueError):  # a name
-            return ipaddress.ip_address(host).is_loopback
-        return host == "localhost"
+        return is_loopback(urlsplit(self.url).hostname or "")
 
 
 def parse_address(text: str) -> Address:

@@ -9,7 +9,7 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -53,7 +53,7 @@ class AskingAgain(aiohttp.TCPConnector):
             return await super().connect(*args, **named)
 
 
-class SamplerClient:
+class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
     """One sampler. Any number of its coroutines may run at once in one event loop."""
 
     def __init__(
@@ -85,9 +85,6 @@ class SamplerClient:
         self._is_embedded = is_embedded
         self.num_ranks = num_ranks
         self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()  # whose bodies may still come
-
-    async def __aenter__(self) -> "SamplerClient":
-        return self
 
     async def __aexit__(self, *raised: object) -> None:
         await self.close()

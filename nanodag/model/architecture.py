@@ -6,7 +6,7 @@ is refused by name: a checkpoint that loads is a checkpoint that is computed as 
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +218,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadRequest(f"{path} holds a {type(content).__name__}, not an object")
     return content
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object into a file of a checkpoint. It is not synced to the disk, as a weight sync writes such, too."""
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def _architecture(config: dict[str, Any], source: Path) -> Architecture:

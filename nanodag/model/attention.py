@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -219,7 +219,7 @@ def _flash(sequences: Sequences, places: Places, device: torch.device) -> Flat:
     key_places, num_queries, num_keys = flash_layout(sequences, places)
     starts = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (num_queries, num_keys))
     query_starts, key_starts = (on_device(array, device) for array in starts)
-    bounds = Boundaries(query_starts, key_starts, int(num_queries.max()), int(num_keys.max()))
+    bounds = (query_starts, key_starts, int(num_queries.max()), int(num_keys.max()))
     keys_at = None if key_places is None else on_device(key_places, device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -241,15 +241,9 @@ def flash_layout(sequences: Sequences, places: Places = None) -> tuple[np.ndarra
     return np.concatenate(keys), num_queries[num_queries > 0], np.array([len(own) for own in keys])
 
 
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """Bounds of sequences that lie one after the other, none empty. queries, keys: (S + 1,) int32, where each begins,
-    and the end. longest_query, longest_key: tokens."""
-
-    queries: Tensor
-    keys: Tensor
-    longest_query: int
-    longest_key: int
+Boundaries = tuple[Tensor, Tensor, int, int]
+"""Bounds of sequences that lie one after the other, none empty: where the queries of each begin, and the end, (S + 1,)
+int32; where its keys do; tokens of the longest query, and of the longest key."""
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Boundaries, window: int | None) -> Tensor:
@@ -262,17 +256,8 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, bounds: Boundaries,
     # torch 2.11 takes fewer key-value heads without being told, and knows no such option.
     knows = "enable_gqa" in inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if knows else {}
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        bounds.queries,
-        bounds.keys,
-        bounds.longest_query,
-        bounds.longest_key,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
-    )
+    seen = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(query, key, value, *bounds, window_size=seen, **options)
     assert isinstance(out, Tensor)  # of the two that varlen_attn may return, the one without statistics
     return out
 
@@ -398,10 +383,8 @@ def _run(pieces: Pieces, window: int | None, logsumexp: Tensor, *, backward: boo
     on_threads(work)
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    functions = {"scratch_size": ([c_void_p], c_int64), "attention": ([c_void_p, c_int64, c_void_p, c_void_p], None)}
-    return c_library(SOURCE, "the attention of training on a CPU", functions)
+_TYPES = {"scratch_size": ([c_void_p], c_int64), "attention": ([c_void_p, c_int64, c_void_p, c_void_p], None)}
+_library = cache(partial(c_library, SOURCE, "the attention of training on a CPU", _TYPES))
 
 
 BACK_ENDS: dict[BackEnd, Callable[[Sequences, Places, torch.device], Flat]] = {

@@ -119,10 +119,9 @@ class Head(nn.Module):
         flat, labels = hidden.flatten(0, 1), targets.flatten()
         if want == "loss":
             return cross_entropy_sum(flat, self.weight, labels, places=places, cap=self.cap)
-        if want == "all_logprobs":
-            return selected_logprobs(flat, self.weight, labels, temperature=temperature, cap=self.cap)
-        chosen = (labels != IGNORED).nonzero().squeeze(1)
-        flat, labels = flat.index_select(0, chosen), labels[chosen]
+        if want == "logprobs":
+            chosen = (labels != IGNORED).nonzero().squeeze(1)
+            flat, labels = flat.index_select(0, chosen), labels[chosen]
         return selected_logprobs(flat, self.weight, labels, temperature=temperature, cap=self.cap)
 
 

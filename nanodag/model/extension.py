@@ -1,6 +1,5 @@
 """More positions for a model that goes on: its folder again, with another config.json."""
 
-import json
 import os
 import shutil
 from hashlib import sha256
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanodag.errors import ConfigError
-from nanodag.model.architecture import read_checkpoint, read_json
+from nanodag.model.architecture import read_checkpoint, read_json, write_json
 from nanodag.store.atomic import temporary_name
 
 
@@ -45,10 +44,9 @@ def extended(source: Path, folder: Path, *, positions: int, by: Literal["yarn", 
     folder = folder.with_name(f"{folder.name}-{sha256(str(source.absolute()).encode()).hexdigest()[:8]}")  # it may move
     temporary = folder.with_name(f"{folder.name}.{temporary_name()}")
     temporary.mkdir(parents=True)
-    for path in source.iterdir():
+    for path in {*source.iterdir()} - {source / "config.json"}:
         (temporary / path.name).symlink_to(path.absolute())
-    (temporary / "config.json").unlink()
-    (temporary / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_json(temporary / "config.json", config)
     try:
         os.rename(temporary, folder)
     except OSError:  # another rank made it, or an earlier try

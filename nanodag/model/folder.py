@@ -1,6 +1,5 @@
 """Reads and writes a model as a plain Hugging Face directory, which transformers, SGLang and vLLM load as it is."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.model.architecture import read_checkpoint, read_json
+from nanodag.model.architecture import read_checkpoint, read_json, write_json
 from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
 from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
@@ -68,8 +67,7 @@ def load(
     """
     architecture = read_checkpoint(folder).architecture
     if architecture.model_code == "transformers":
-        from nanodag.model.transformers_model import TransformersModel
-        from nanodag.model.transformers_scorer import TransformersScorer
+        from nanodag.model.transformers_model import TransformersModel, TransformersScorer
 
         return (TransformersScorer if scores else TransformersModel)(
             folder, architecture, activation_checkpointing=activation_checkpointing
@@ -162,9 +160,9 @@ def write_folder(
     for path in beside:
         shutil.copyfile(path, temporary / path.name)
     if generation is not None:
-        _write_json(temporary / GENERATION_FILE, generation)
+        write_json(temporary / GENERATION_FILE, generation)
     kept = {name: value for name, value in config.items() if name != "torch_dtype"}  # as before transformers 5
-    _write_json(temporary / "config.json", {**kept, "dtype": str(dtype).removeprefix("torch.")})
+    write_json(temporary / "config.json", {**kept, "dtype": str(dtype).removeprefix("torch.")})
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
 
@@ -234,8 +232,4 @@ def _name_shards(folder: Path, files: list[str], names: dict[str, str], total: i
         "metadata": {"total_size": total},
         "weight_map": {name: final[part] for name, part in sorted(names.items())},
     }
-    _write_json(folder / INDEX, index)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")  # no fsync: a weight sync writes this, too
+    write_json(folder / INDEX, index)

@@ -15,7 +15,7 @@ Sums are float32 in either dtype; logits are rounded to the dtype of `hidden`, a
 
 import ctypes
 from ctypes import Structure, c_double, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +314,5 @@ def _run(function: str, logits: Tensor, targets: Tensor, temperature: float, **t
     on_threads(work)
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    names, types = ("losses", "score", "score_back", "likeliest"), ([c_void_p, c_int64, c_int64, c_void_p], None)
-    return c_library(SOURCE, "the losses of training on a CPU", dict.fromkeys(names, types))
+_NAMES, _TYPES = ("losses", "score", "score_back", "likeliest"), ([c_void_p, c_int64, c_int64, c_void_p], None)
+_library = cache(partial(c_library, SOURCE, "the losses of training on a CPU", dict.fromkeys(_NAMES, _TYPES)))

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from nanodag.errors import SourceError
-from nanodag.model.architecture import MODEL_CODE
+from nanodag.model.architecture import MODEL_CODE, write_json
 from nanodag.model.generation import GENERATION_FILE, generation_config
 from nanodag.model.headers import ADAPTER_CONFIG
 from nanodag.model.model_source import fetched, wanted_files
@@ -44,12 +44,11 @@ def import_model(job: Job) -> dict[str, Any]:
 
         check_known(output)
         config[MODEL_CODE] = job.config.model_code
-        (output / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+        write_json(output / "config.json", config)
     # generation_config.json names what ends a text, the chat template's end of turn included. Without a fast tokenizer,
     # which training and sampling need, the model stays as it is.
     if (output / "tokenizer.json").is_file():
-        text = json.dumps(generation_config(output, config), indent=1, sort_keys=True)
-        (output / GENERATION_FILE).write_text(f"{text}\n")
+        write_json(output / GENERATION_FILE, generation_config(output, config))
     if adapter is not None:
         from nanodag.model.folder import write_merged  # which imports torch
 

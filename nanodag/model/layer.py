@@ -12,7 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,11 +256,9 @@ def _run(function: str, x: Tensor, eps: float = 0.0, **tensors: Tensor | None) -
     on_threads(lambda thread, count: call(reference, PARTS * thread // count, PARTS * (thread + 1) // count))
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    names = ("norm", "norm_back", "rotate", "rotate_back", "gate", "gate_back")
-    types = ([c_void_p, c_int64, c_int64], None)
-    return c_library(SOURCE, "the layers of training on a CPU", dict.fromkeys(names, types))
+_NAMES = ("norm", "norm_back", "rotate", "rotate_back", "gate", "gate_back")
+_TYPES = ([c_void_p, c_int64, c_int64], None)
+_library = cache(partial(c_library, SOURCE, "the layers of training on a CPU", dict.fromkeys(_NAMES, _TYPES)))
 
 
 TORCH = Operations(_normed, _rotated, _gated, functional.linear)

@@ -6,7 +6,6 @@ takes weights as arguments (nanodag.model.decoder), and what the sampler is give
 what the trainer computes with. It costs one matrix a layer in memory while gradients are computed.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from nanodag.errors import BadRequest, ConfigError
-from nanodag.model.architecture import read_json
+from nanodag.model.architecture import read_json, write_json
 from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config
 
 ADAPTER = "adapter"  # folder of adapters in a model's; not beside its files, where transformers would add them again
@@ -114,7 +113,7 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], *, alpha: float, d
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
               "bias": "none", "target_modules": sorted(layers), "base_model_name_or_path": None}  # fmt: skip
     save_file(tensors, folder / PEFT, metadata={"format": "pt"})
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_json(folder / ADAPTER_CONFIG, config)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:

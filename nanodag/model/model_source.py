@@ -47,7 +47,13 @@ def model_commit(model: str) -> str:
 
 def fetched(model: str, mirror: Path | None = None) -> Path:
     """The folder of a model on this machine, fetched from the hub where it lies there. Raises as `model_identity`."""
-    return _local_folder(model, mirror) or _download(*_hub_name(model))
+    if (folder := _local_folder(model, mirror)) is not None:
+        return folder
+    import huggingface_hub
+
+    name, revision = _hub_name(model)
+    commit = _commit(name, revision)
+    return Path(huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=list(WANTED)))
 
 
 def _hub_name(model: str) -> tuple[str, str]:
@@ -102,10 +108,3 @@ def _commit(name: str, revision: str) -> str:
                 "the name and the network; or download it elsewhere and name it file:FOLDER."
             ) from cause
         return Path(folder).name
-
-
-def _download(name: str, revision: str) -> Path:
-    import huggingface_hub
-
-    commit = _commit(name, revision)
-    return Path(huggingface_hub.snapshot_download(name, revision=commit, allow_patterns=list(WANTED)))

@@ -1,5 +1,5 @@
 """A reward model: a scalar head in the place of a language model's, as transformers' classes for sequence
-classification have it; over our own decoder, or over transformers' layers (nanodag.model.transformers_scorer)."""
+classification have it; over our own decoder, or over transformers' layers (nanodag.model.transformers_model)."""
 
 from typing import Any
 

@@ -23,6 +23,7 @@ from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Packed, document_attention, length_classes, on_device
 from nanodag.model.decoder import Decoder, Head, Want
 from nanodag.model.expert_routing import ExpertRouting, routing_of
+from nanodag.model.scorer import ScalarHead
 from nanodag.model.transformers_class import LoadedClass, load_class
 
 FILLED_UP = 1.25  # most that a row is longer than its tokens, but under ZeRO-3
@@ -121,6 +122,29 @@ class TransformersModel(nn.Module):
         kept = {name: tensor.to("cpu") for name, tensor in self.state_dict().items() if name not in trained}
         reverted: dict[str, Tensor] = revert_weight_conversion(self._loaded.whole, {**weights, **kept})
         return reverted
+
+
+class TransformersScorer(ScalarHead, TransformersModel):  # type: ignore[misc] # its forward needs places
+    """A reward model over transformers' layers.
+
+    Raises ConfigError as a TransformersModel does, and where transformers has no class of the type that scores."""
+
+    def __init__(self, folder: Path, architecture: Architecture, **options: Any) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        super().__init__(folder, architecture, **options)
+        config = self._loaded.whole.config
+        if type(config) not in AutoModelForSequenceClassification._model_mapping:
+            raise ConfigError(f"{folder}: transformers has no class of type {config.model_type} with a scalar head.")
+        width = self.lm_head.weight.shape[1]
+        del self.lm_head
+        self.put_head(width)
+
+    def checkpoint(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """As of a TransformersModel; the class that scores does not scale hidden states, as that with logits may."""
+        layers = {name: tensor for name, tensor in weights.items() if name != "score.weight"}
+        kept = {name: tensor for name, tensor in super().checkpoint(layers).items() if name != "score.weight"}
+        return {**kept, "score.weight": weights["score.weight"] * self._loaded.scale}
 
 
 def replay_routes(model: Decoder | TransformersModel) -> None:

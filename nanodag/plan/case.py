@@ -117,7 +117,8 @@ def _judge_of(pipeline: Pipeline, stage: StageBase, reward: RewardConfig, mirror
     if reward.from_input:
         return _model_of(pipeline, stage.inputs[reward.from_input], mirror)
     try:
-        return size_of(folder, read_checkpoint(folder).architecture) if (folder := Path(reward.folder)).name else None
+        folder = Path(reward.own("folder"))
+        return size_of(folder, read_checkpoint(folder).architecture) if folder.name else None
     except BadRequest:
         return None
 

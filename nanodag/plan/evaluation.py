@@ -87,7 +87,7 @@ def planned_samplers(
             "cache": slots * needed,
         }
         filled = slots * min(needed, slot_tokens(math.ceil(used)) * token)
-    cpu = {"cache": filled, "process": host_memory.SAMPLER}
+    cpu = {"cache": filled, "process": host_memory.BYTES["sampler"]}
     process = host_memory.computing(
         "sampler", device, held, cpu=cpu, count=replicas, gpus=parallel, reserve=held["cache"] - filled
     )
@@ -263,7 +263,7 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     data = int(host_memory.PARSED * case.sizes.in_memory(sources))
-    cpu = {"process": host_memory.EVALUATION, "data": data}
+    cpu = {"process": host_memory.BYTES["evaluation"], "data": data}
     beside: tuple[Process, ...] = () if samplers is None else (samplers.process,)
     reserve = 0
     is_inside = case.device == "cpu" and stage.sampler.engine == "embedded"
@@ -272,7 +272,7 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
         cpu |= {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
     gpus = scoring_gpus(stage)
     if case.device == "cuda" and not gpus:
-        worker = Process(name="worker", host={"process": host_memory.EVALUATION, "data": data})
+        worker = Process(name="worker", host={"process": host_memory.BYTES["evaluation"], "data": data})
     else:
         cuda = {"model": 4 * model.total, "data": data}
         worker = host_memory.computing("worker", case.device, held, cuda=cuda, cpu=cpu, gpus=gpus, reserve=reserve)

@@ -86,7 +86,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     samplers, step = samplers_of(case), step_of(case)
     flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
     trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
-    controller = {"process": host_memory.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
+    controller = {"process": host_memory.BYTES["controller"], "data": case.sizes.held_to_read(stage.data)}
     beside = (Process(name="controller", host=controller), _rewards(case))
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
     files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
@@ -112,10 +112,12 @@ def _rewards(case: Case[RLStage]) -> Process:
     """The processes of rewards, each with the stage's reward models."""
     count = case.stage.rollout.reward_processes
     if not case.judges:
-        return Process(name="rewards", count=count, host={"process": host_memory.REWARDS})
+        return Process(name="rewards", count=count, host={"process": host_memory.BYTES["rewards"]})
     held = {"reward models": sum(4 * model.total for _, model in case.judges)}
     device = next((d for d in (_device_of(reward) for reward, _ in case.judges) if d == "cuda"), "cpu")
-    return host_memory.computing("rewards", device, held, cpu={"process": host_memory.REWARD_MODEL}, count=count)
+    return host_memory.computing(
+        "rewards", device, held, cpu={"process": host_memory.BYTES["reward_model"]}, count=count
+    )
 
 
 def _device_of(reward: RewardConfig) -> str:
@@ -182,7 +184,7 @@ def _trainer(case: Case[RLStage]) -> Process:
         case.device,
         held,
         cuda={"model": loaded_bytes(model, in_shares=optimizer.zero_stage == 3), "offloaded": state.host},
-        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler},
+        cpu={"offloaded": state.host, "process": host_memory.BYTES["trainer"] + compiler},
         count=ranks // stage.resources.num_nodes,
     )
 

@@ -140,7 +140,7 @@ class Sizes:
         shuffles, and the library that reads parquet."""
         is_parquet = any(url.startswith("hub:") or ".parquet" in url for url in (source.url for source in sources))
         windows = int(host_memory.WINDOWED * self.in_windows(sources))
-        return int(host_memory.PARSED * self.in_memory(sources)) + windows + host_memory.PARQUET * is_parquet
+        return int(host_memory.PARSED * self.in_memory(sources)) + windows + host_memory.BYTES["parquet"] * is_parquet
 
     def mean_prompt(self, url: str, vocabulary: int) -> float:
         """Tokens of a source's prompt on average: a third of a row where nobody says."""

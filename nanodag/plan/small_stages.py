@@ -25,7 +25,7 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
     stage, parsed = case.stage, case.sizes.in_memory(case.stage.data)
     num_bytes = min(stage.max_bytes, sum(case.sizes.text_bytes(source.url) for source in stage.data))
     words = int(KNOWN_WORDS * (num_bytes / 8e6) ** 0.6)
-    held = {"process": host_memory.TOKENIZER, "data": int(host_memory.PARSED * parsed), "words": words}
+    held = {"process": host_memory.BYTES["tokenizer"], "data": int(host_memory.PARSED * parsed), "words": words}
     return case.plan(
         read_bytes=num_bytes,
         processes=(Process(name="worker", host=held),),
@@ -43,7 +43,7 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
     return case.plan(
         parameters=total,
         read_bytes=weights,
-        processes=(Process(name="worker", host={"process": host_memory.IMPORT}),),
+        processes=(Process(name="worker", host={"process": host_memory.BYTES["import"]}),),
         disk_bytes=weights,
         kept_bytes=weights or 0,
         seconds=SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
@@ -59,7 +59,7 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     num_bytes = sum(min(MAX_SEARCHED, sizes.text_bytes(url)) for url in searched)
     num_bytes += sum(sizes.text_bytes(source.url) for source in stage.contamination)
     parsed = sizes.in_memory(list(searched.values())) / PARSED_BYTES_S
-    held = {"process": host_memory.REPORT, "data": int(host_memory.PARSED * largest)}
+    held = {"process": host_memory.BYTES["report"], "data": int(host_memory.PARSED * largest)}
     return case.plan(
         read_bytes=num_bytes,
         processes=(Process(name="worker", host=held),),

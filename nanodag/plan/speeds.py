@@ -29,8 +29,7 @@ class PeakShares:
 
 GPU_SHARES = {
     "embedded": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.15),
-    "sglang": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
-    "vllm": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
+    **dict.fromkeys(("sglang", "vllm"), PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50)),
 }
 CPU_SHARES = {
     "fp32": PeakShares(training=0.52, trainer=0.60, likelihood=0.65, decoding=0.70),

@@ -107,17 +107,17 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
     compiler = host_memory.compiler_bytes(model, compiled=stage.compile, device=device)
-    data = case.sizes.held_to_read(stage.data) + host_memory.PACKER
+    data = case.sizes.held_to_read(stage.data) + host_memory.BYTES["packer"]
     in_shares = stage.zero_stage == 3 and not stage.is_from_scratch
     rank = host_memory.computing(
         "rank",
         device,
         held,
         cuda={"data": data, "model": loaded_bytes(model, in_shares=in_shares), "offloaded": state.host},
-        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler, "data": data},
+        cpu={"offloaded": state.host, "process": host_memory.BYTES["trainer"] + compiler, "data": data},
         count=ranks // stage.resources.num_nodes,
     )
-    launcher = (Process(name="launcher", host={"process": host_memory.LAUNCHER}),) if ranks > 1 else ()
+    launcher = (Process(name="launcher", host={"process": host_memory.BYTES["launcher"]}),) if ranks > 1 else ()
     return rank, *launcher
 
 

@@ -160,7 +160,7 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
     for _, entry in found_in(stage, EntryConfig):
         if entry.own_function:
             own[entry.name] = code_identity(entry.own_function) | {"name": entry.name}
-        if path := entry.own_file:
+        if path := entry.own("file"):
             if not Path(path).is_file():
                 raise ConfigError(f"there is no file {path}")
             own[entry.name] = {"kind": "file", "sha256": file_sha256(Path(path))}

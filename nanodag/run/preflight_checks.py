@@ -260,10 +260,10 @@ class Checks:
             self._external(where, ExternalInput(where, "model", entry.name.removeprefix("model:")))
         if entry.own_function:
             self._try(where, f"{entry.kind} {entry}", partial(self._function, stage, entry))
-        if entry.own_file:
-            self._try(where, entry.own_file, partial(read_judge, entry.own_file))
-        if entry.own_module:
-            self._try(where, entry.name, lambda: self.relied_on.add(str(module_file(entry.own_module))))
+        if file := entry.own("file"):
+            self._try(where, file, partial(read_judge, file))
+        if module := entry.own("module"):
+            self._try(where, entry.name, lambda: self.relied_on.add(str(module_file(module))))
 
     def _rollouts(self, source: str, num_steps: int) -> None:
         saved = saved_files(source)

@@ -33,16 +33,7 @@ from nanodag.sampler.adapters import base_tensors, builder_of
 from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.slots import (
-    ActiveRequest,
-    ActiveSample,
-    Held,
-    Listener,
-    SlotTable,
-    StreamPace,
-    completion,
-    plan_cache,
-)
+from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion, plan_cache
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder, TransformersSampler, load_class_weights
@@ -60,6 +51,14 @@ class Prompt(NamedTuple):
     tokens: np.ndarray
     rows: list[int]
     start: int
+
+
+class Held(NamedTuple):
+    """Tokens that a slot holds, as bytes of ids (T,) int64: keys and values of ``tokens``, and the hidden state at the
+    end of ``prompt``, with which they begin."""
+
+    prompt: bytes
+    tokens: bytes
 
 
 class Engine:

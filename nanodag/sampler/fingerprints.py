@@ -21,21 +21,13 @@ import torch
 from torch import Tensor
 
 Layout = Literal["checkpoint", "sglang"]
-# part -> (the whole, its place in it, number of places)
-_FUSED = {
-    "q_proj": ("qkv_proj", 0, 3),
-    "k_proj": ("qkv_proj", 1, 3),
-    "v_proj": ("qkv_proj", 2, 3),
-    "gate_proj": ("gate_up_proj", 0, 2),
-    "up_proj": ("gate_up_proj", 1, 2),
-}
-# What is filled up with zeros: (end of the name, dimension, to a multiple of)
+# the whole -> its parts, in their order
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# What is filled up with zeros: (ends of the name, dimension, to a multiple of)
 _PADDED = (
-    ("embed_tokens.weight", 0, 64),
-    ("lm_head.weight", 0, 64),
-    ("gate_proj.weight", 0, 32),
-    ("up_proj.weight", 0, 32),
-    ("down_proj.weight", 1, 32),
+    (("embed_tokens.weight", "lm_head.weight"), 0, 64),
+    (("gate_proj.weight", "up_proj.weight"), 0, 32),
+    (("down_proj.weight",), 1, 32),
 )
 
 
@@ -59,9 +51,9 @@ class Fingerprints:
         whole, place, num_places = name, 0, 1
         if self._layout == "sglang":
             tensor = _padded(name, tensor)
-            if part := next((part for part in _FUSED if f".{part}." in name), ""):
-                fused, place, num_places = _FUSED[part]
-                whole = name.replace(part, fused)
+            for fused, parts in _FUSED.items():
+                if part := next((part for part in parts if f".{part}." in name), ""):
+                    whole, place, num_places = name.replace(part, fused), parts.index(part), len(parts)
         due, digest = self._open.pop(whole, (0, hashlib.sha256()))
         assert place == due, f"part {place} of {whole} came where {due} was due"
         digest.update(_bytes(tensor))  # rows follow one another, so the bytes of the whole are those of its parts
@@ -94,8 +86,8 @@ def overall(fingerprints: Mapping[str, str]) -> str:
 
 
 def _padded(name: str, tensor: Tensor) -> Tensor:
-    for end, dimension, multiple in _PADDED:
-        if name.endswith(end) and (missing := -tensor.shape[dimension] % multiple):
+    for ends, dimension, multiple in _PADDED:
+        if name.endswith(ends) and (missing := -tensor.shape[dimension] % multiple):
             return torch.nn.functional.pad(tensor, (0, 0, 0, missing) if dimension == 0 else (0, missing))
     return tensor
 

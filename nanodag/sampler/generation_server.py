@@ -28,19 +28,9 @@ from starlette.types import ExceptionHandler, Receive, Scope, Send
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.processor import numerics
+from nanodag.inference import protocol
 from nanodag.inference.access_checks import HANDLERS, body_of, routes, unless_left
-from nanodag.inference.protocol import (
-    AbortBody,
-    Completion,
-    ContinueBody,
-    EmptyBody,
-    GenerateBody,
-    MemoryBody,
-    PauseBody,
-    Request,
-    StartProfileBody,
-    completion_to_wire,
-)
+from nanodag.inference.protocol import Completion, GenerateBody, Request, completion_to_wire
 from nanodag.sampler.device import held_memory, traced
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop, Traffic
@@ -212,30 +202,28 @@ class SamplerServer:
         yield b"data: [DONE]\n\n"
 
     async def flush_cache(self, http: HttpRequest) -> Response:
-        def flush() -> bool:
+        def flush() -> None:
             if self.engine.table.active.any():
-                return False
+                raise BadRequest("the cache is not flushed: samples are running on it; abort or retract them first")
             self.engine.forget_prompts()
-            return True
 
-        if await self.traffic.in_loop(flush):
-            return PlainTextResponse("Cache flushed.\n")
-        raise BadRequest("the cache is not flushed: samples are running on it; abort or retract them first")
+        await self.traffic.in_loop(flush)
+        return PlainTextResponse("Cache flushed.\n")
 
     async def pause_generation(self, http: HttpRequest) -> Response:
-        body = await body_of(http, PauseBody)
+        body = await body_of(http, protocol.PauseBody)
         await self.traffic.in_loop(lambda: self.loop.pause(body.mode))
         await self.traffic.leave(set())
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: HttpRequest) -> Response:
-        await body_of(http, ContinueBody)
+        await body_of(http, protocol.ContinueBody)
         await self.traffic.in_loop(self.loop.resume)
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort_request(self, http: HttpRequest) -> Response:
         """End requests with what they have. An unknown rid is no error: it may just have finished."""
-        body = await body_of(http, AbortBody)
+        body = await body_of(http, protocol.AbortBody)
 
         def is_meant(running: ActiveRequest) -> bool:
             # A rid given for a whole batch is that of its prompts with a number behind it.
@@ -246,20 +234,20 @@ class SamplerServer:
 
     async def release_memory_occupation(self, http: HttpRequest) -> Response:
         """Free the memory of weights, cache or both. Refused while samples run or wait, where SGLang ends."""
-        body = await body_of(http, MemoryBody)
+        body = await body_of(http, protocol.MemoryBody)
         await self.traffic.in_loop(lambda: self.engine.release_memory(body.tags))
         return Response()
 
     async def resume_memory_occupation(self, http: HttpRequest) -> Response:
         """Take it again; weights are to come after."""
-        body = await body_of(http, MemoryBody)
+        body = await body_of(http, protocol.MemoryBody)
         await self.traffic.in_loop(lambda: self.engine.resume_memory(body.tags))
         return Response()
 
     async def start_profile(self, http: HttpRequest) -> Response:
         """Begin the one trace, of the engine's thread by torch. Its folder must be there: nobody makes one through this
         door."""
-        folder = Path((await body_of(http, StartProfileBody)).output_dir)
+        folder = Path((await body_of(http, protocol.StartProfileBody)).output_dir)
         if self._trace is not None:
             raise BadRequest("a trace is under way; end it with /stop_profile first")
         if not folder.is_absolute() or not folder.is_dir():
@@ -275,7 +263,7 @@ class SamplerServer:
 
     async def stop_profile(self, http: HttpRequest) -> Response:
         """End it, and write its file."""
-        await body_of(http, EmptyBody)
+        await body_of(http, protocol.EmptyBody)
         if self._trace is None:
             raise BadRequest("no trace is under way; begin one with /start_profile")
         trace, self._trace = self._trace, None

@@ -9,7 +9,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -172,11 +172,9 @@ def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotatio
     return Kernel(_library(), architecture, weights, buffers, rotations)
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    forward, step = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p], [c_void_p, c_void_p, c_int64]
-    functions = {"forward": (forward, None), "decode": (step, None), "logits": (step, None), "draw": (step, c_int64)}
-    return c_library(SOURCE, "the embedded sampler's kernel", functions)
+_FORWARD, _STEP = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p], [c_void_p, c_void_p, c_int64]
+_TYPES = {"forward": (_FORWARD, None), "decode": (_STEP, None), "logits": (_STEP, None), "draw": (_STEP, c_int64)}
+_library = cache(partial(c_library, SOURCE, "the embedded sampler's kernel", _TYPES))
 
 
 def _matrix(tensor: Tensor | None) -> _Matrix:

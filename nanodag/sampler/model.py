@@ -230,10 +230,8 @@ class SamplerModel:
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Forget what is in a slot, NaN included."""
-        for cache in (*self.buffers.keys, *self.buffers.values):
-            cache[slot] = 0.0
-        self.buffers.hidden[slot] = 0.0
-        self.buffers.prompt_hidden[slot] = 0.0
+        for tensor in (*self.buffers.keys, *self.buffers.values, self.buffers.hidden, self.buffers.prompt_hidden):
+            tensor[slot] = 0.0
 
     def retain(self, slots: Collection[int]) -> None:
         """Nothing: a slot stays until another sample takes it."""

@@ -23,17 +23,12 @@ from torch.multiprocessing import reductions, set_sharing_strategy
 
 CUDA_DEVICE = 6  # place of storage_device among the arguments of torch's rebuild_cuda_tensor
 DTYPES = ("float32", "bfloat16", "float16", "uint8")
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("types", "SimpleNamespace"): SimpleNamespace,
-    ("torch", "Size"): torch.Size,
-    ("torch", "Tensor"): Tensor,
-    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
-    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
-    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
-    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
-    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): reductions.rebuild_storage_filename,
-    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
-    **{("torch", name): getattr(torch, name) for name in DTYPES},
+_ALLOWED = {
+    "types": ("SimpleNamespace",),
+    "torch": ("Size", "Tensor", *DTYPES),
+    "torch.nn.parameter": ("Parameter",),
+    "torch.storage": ("TypedStorage", "UntypedStorage"),
+    "torch.multiprocessing.reductions": ("rebuild_storage_filename", "rebuild_tensor", "rebuild_typed_storage"),
 }
 
 
@@ -104,9 +99,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
             return self._on_our_device
-        if (module, name) not in _ALLOWED:
+        if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
-        return _ALLOWED[module, name]
+        return super().find_class(module, name)
 
     def _on_our_device(self, *arguments: Any) -> Tensor:
         """Raises ValueError for memory of a GPU that is not this sampler's."""

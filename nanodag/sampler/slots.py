@@ -7,7 +7,6 @@ Letters: B slots, C capacity of a slot in tokens.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -74,14 +73,6 @@ class ActiveSample:
     def prefix(self) -> np.ndarray:
         """(T,) int64: what has to be in the cache before the next token can be drawn."""
         return np.concatenate([self.running.prompt, np.array(self.output_ids, dtype=np.int64)])
-
-
-class Held(NamedTuple):
-    """Tokens that a slot holds, as bytes of ids (T,) int64: keys and values of ``tokens``, and the hidden state at the
-    end of ``prompt``, with which they begin."""
-
-    prompt: bytes
-    tokens: bytes
 
 
 class SlotTable:
@@ -186,9 +177,7 @@ class SlotTable:
         self.logprobs[target, :count] = self.logprobs[source, :count]
         self.samples[target], self.samples[source] = self.samples[source], None
         self.active[source] = False
-        if source in self.told:
-            self.told.discard(source)
-            self.told.add(target)
+        self.told = {target if row == source else row for row in self.told}
         self._changed()
 
     def draw_settings(self, rows: int) -> DrawSettings:

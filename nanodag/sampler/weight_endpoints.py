@@ -20,18 +20,9 @@ from starlette.routing import Route
 from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference import weight_bodies as bodies
 from nanodag.inference.access_checks import body_of, routes
 from nanodag.inference.protocol import EmptyBody
-from nanodag.inference.weight_bodies import (
-    BeginUpdateBody,
-    BucketBody,
-    DestroyGroupBody,
-    InitGroupBody,
-    ReceiveTensorsBody,
-    ReceiveWeightsBody,
-    UpdateWeightsBody,
-    WeightsCheckerBody,
-)
 from nanodag.sampler.adapters import AdapterBuilder
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import Traffic
@@ -90,7 +81,7 @@ class WeightEndpoints:
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
         """Wait for requests in flight (unless paused), then change the weights. A bad path keeps the old ones."""
         try:
-            body = await body_of(http, UpdateWeightsBody)
+            body = await body_of(http, bodies.UpdateWeightsBody)
             path = Path(body.model_path)
             self.engine.check_room_for_weights()
             weights = await asyncio.to_thread(self.engine.load, path)
@@ -112,7 +103,7 @@ class WeightEndpoints:
         merged again; what else came by broadcast was fingerprinted as it came, and its layout in memory summed up when
         it was made.
         """
-        await body_of(http, WeightsCheckerBody)
+        await body_of(http, bodies.WeightsCheckerBody)
         adapters = self.engine.model.weights.adapters
         if self._received is not None and adapters is None:
             fingerprints = await self._check_received(self._received)
@@ -128,7 +119,7 @@ class WeightEndpoints:
 
     async def init_weights_update_group(self, http: HttpRequest) -> Response:
         """Join a group whose rank 0 waits at the address. Answers when all of its members are there."""
-        body = await body_of(http, InitGroupBody)
+        body = await body_of(http, bodies.InitGroupBody)
         if body.group_name in self._groups:
             return _answer(False, f"there is a group {body.group_name!r} already: destroy it, or choose another name")
 
@@ -141,7 +132,7 @@ class WeightEndpoints:
         return _answer(True, "Succeeded to initialize custom process group.")
 
     async def destroy_weights_update_group(self, http: HttpRequest) -> Response:
-        body = await body_of(http, DestroyGroupBody)
+        body = await body_of(http, bodies.DestroyGroupBody)
         group = self._groups.pop(body.group_name, None)
         if group is None:
             return _answer(False, "The group to be destroyed does not exist.")
@@ -149,7 +140,7 @@ class WeightEndpoints:
         return _answer(True, "Succeeded to destroy custom process group.")
 
     async def begin_weight_update(self, http: HttpRequest) -> Response:
-        body = await body_of(http, BeginUpdateBody)
+        body = await body_of(http, bodies.BeginUpdateBody)
         if self._session is not None:
             return _answer(False, "a weight-update session is already open; call end_weight_update() first")
         try:
@@ -163,7 +154,7 @@ class WeightEndpoints:
 
     async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
         """Receive one broadcast of rank 0: all tensors in one piece (flattened_bucket), or one after the other."""
-        body = await body_of(http, ReceiveWeightsBody)
+        body = await body_of(http, bodies.ReceiveWeightsBody)
         group = self._groups.get(body.group_name)
         if self._session is not None and group is None:
             return _answer(False, f"there is no group {body.group_name!r}: call init_weights_update_group first")
@@ -172,10 +163,12 @@ class WeightEndpoints:
 
     async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
         """Take one bucket out of memory that the sender shares. It is copied when this is answered."""
-        body = await body_of(http, ReceiveTensorsBody)
+        body = await body_of(http, bodies.ReceiveTensorsBody)
         return await self._receive("update_weights_from_tensor", body, lambda: opened(body.handle, self.engine.device))
 
-    async def _receive(self, endpoint: str, body: BucketBody, receive: Callable[[], dict[str, Tensor]]) -> Response:
+    async def _receive(
+        self, endpoint: str, body: bodies.BucketBody, receive: Callable[[], dict[str, Tensor]]
+    ) -> Response:
         """One bucket of a session. What is wrong with its tensors is told at the end: who sends goes on to there."""
         session = self._session
         if session is None:

@@ -80,8 +80,7 @@ def make_tiny(name: str, folder: Path, *, vocab_size: int = 96, seed: int = 0, *
 
 def taken_by_transformers(folder: Path) -> None:
     """State in a folder that transformers computes its model, as an import does."""
-    from nanodag.model.architecture import MODEL_CODE, read_json
-    from nanodag.model.folder import _write_json
+    from nanodag.model.architecture import MODEL_CODE, read_json, write_json
 
     path = folder / "config.json"
-    _write_json(path, {**read_json(path), MODEL_CODE: "transformers"})
+    write_json(path, {**read_json(path), MODEL_CODE: "transformers"})

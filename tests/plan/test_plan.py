@@ -219,7 +219,7 @@ def test_an_evaluation_in_an_environment_counts_a_rollout_for_each_place_of_its_
     sampler = pipeline.stages["eval_sft"].sampler.model_copy(update={"replicas": replicas, "max_batch": 32})
     plan = changed(pipeline, "eval_sft", benchmarks=(benchmark,), sampler=sampler)
     (held,) = (process.host for process in plan.processes if process.name == "verifiers")
-    assert held["rollouts"] == int(replicas * 32 * host_memory.VERIFIERS_ROLLOUT)
+    assert held["rollouts"] == int(replicas * 32 * host_memory.BYTES["verifiers_rollout"])
 
 
 def test_a_stage_of_few_samples_counts_no_more_episodes_than_these():
@@ -377,7 +377,7 @@ def test_a_reward_model_stands_in_the_plan_with_its_memory_and_its_time():
     one, two = (next(p for p in stage.processes if p.name == "rewards") for stage in stages)
     assert one.host["reward models"] == 4 * stages[0].parameters and (one.count, two.count) == (1, 2)
     unjudged = stage_of(planned("preferences", CPU), "rl")
-    assert next(p for p in unjudged.processes if p.name == "rewards").host == {"process": host_memory.REWARDS}
+    assert next(p for p in unjudged.processes if p.name == "rewards").host == {"process": host_memory.BYTES["rewards"]}
     assert stages[1].seconds < stages[0].seconds
 
 

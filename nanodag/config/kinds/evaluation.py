@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag.config.derive import CORE_LEFT_OUT, Derived
 from nanodag.config.derive_sampler import derive_evaluation
@@ -13,7 +13,7 @@ from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, later, operational
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
@@ -76,8 +76,7 @@ class BenchmarkConfig(Section):
     options: dict[str, bool | int | float | str] = {}
     """Of the form `verifiers`: verifiers' own options by their dotted names, such as `agent.max_turns`."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "BenchmarkConfig":
+    def check_settings(self) -> None:
         if self.options and "verifiers" not in (self.form, self.name if self.form == "auto" else ""):
             raise ValueError(
                 f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
@@ -107,7 +106,6 @@ class BenchmarkConfig(Section):
                 )
         if twice := sorted({metric for metric in self.metrics if self.metrics.count(metric) > 1}):
             raise ValueError(f"benchmark {self.name!r}: {twice[0]} stands twice among its metrics")
-        return self
 
     @property
     def is_core(self) -> bool:
@@ -165,15 +163,13 @@ class EndpointConfig(Section):
     patience_s: Seconds = operational(600.0)
     """Seconds of silence, and of sending a request again after 429, 5xx or a lost connection."""
 
-    @model_validator(mode="after")
-    def _is_whole_and_no_secret(self) -> "EndpointConfig":
+    def check_settings(self) -> None:
         if not re.fullmatch(r"none|env:\w+", self.key):  # not shown, nor the URL
             raise ValueError("key would be kept in records: put it in an environment variable and write env:NAME")
         if not re.fullmatch(r"none|https?://[^/?#@\s]+(/[^?#@\s]*[^/?#@\s])?", self.url):
             raise ValueError("url must be like http://HOST:8000/v1, with no login, query or / at its end")
         if (self.url == "none") != (not self.model):
             raise ValueError("url and model go together: set both, or neither")
-        return self
 
     def headers(self) -> dict[str, str]:
         """Headers of each request. Raises ConfigError where the key's environment variable is not set."""
@@ -225,10 +221,8 @@ class EvalStage(StageBase):
     sample_prompts: tuple[str, ...] = ()
     """Prompts whose answers the report shows."""
 
-    @model_validator(mode="after")
-    def _names_differ(self) -> "EvalStage":
+    def check_settings(self) -> None:
         check_names(self.benchmarks)
-        return self
 
     def check_inputs(self) -> None:
         """Raise ValueError unless it has one model."""
@@ -241,9 +235,7 @@ class EvalStage(StageBase):
     def is_served(self) -> bool:  # type: ignore[override]
         return self.endpoint.url != "none"
 
-    @property
-    def asks_in_chat(self) -> bool:  # type: ignore[override]
-        return self.chat
+    asks_in_chat = from_setting("chat")
 
     @property
     def guest(self) -> EvalSamplerConfig | None:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag.config.kind import MODEL, REWARD_MODEL
 from nanodag.config.kinds.training import OF_CONVERSATIONS
@@ -40,8 +40,8 @@ class PreferenceStage(ChatStage):
     sft_weight: float = Field(0.0, ge=0, le=1000)
     """Weight of -log p a token of the chosen answers, which is added to the loss (RPO)."""
 
-    @model_validator(mode="after")
-    def _prefers_what_is_chosen(self) -> "PreferenceStage":
+    def check_settings(self) -> None:
+        super().check_settings()
         options: dict[str, Any] = {} if self.loss.traits is None else self.loss.options
         if not 0 <= (share := options.get("label_smoothing", 0)) < 0.5:
             raise ValueError(f"loss.options.label_smoothing {share}: a share of swapped pairs is at least 0, below 0.5")
@@ -50,7 +50,6 @@ class PreferenceStage(ChatStage):
         for name in ("desirable_weight", "undesirable_weight"):
             if not (weight := options.get(name, 1)) > 0:
                 raise ValueError(f"loss.options.{name} {weight} would learn nothing of such answers; set it above 0")
-        return self
 
     @property
     def record_kind(self) -> Wanted:  # type: ignore[override]
@@ -76,14 +75,13 @@ class RewardModelStage(ChatStage):
     margin_weight: float = Field(0.0, ge=0, le=1_000_000)
     """Factor of how much better the chosen answer is by its data's scores, by which its score must lead."""
 
-    @model_validator(mode="after")
-    def _writes_nothing(self) -> "RewardModelStage":
+    def check_settings(self) -> None:
+        super().check_settings()
         for name in ("sample_prompts", "core_every", "benchmarks"):
             if getattr(self, name):
                 raise ValueError(f"{name} means nothing to a reward model, which writes no text; leave it out")
         if self.judges == "steps" and (self.centring or self.margin_weight):
             raise ValueError("centring and margin_weight are of pairs, and judges: steps has none; leave them out")
-        return self
 
     @property
     def record_kind(self) -> Wanted:  # type: ignore[override]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from nanodag.config import derive
 from nanodag.config import rl_sections as sections
@@ -14,7 +14,7 @@ from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
 from nanodag.config.rl_parts import EntryConfig, SampledStage
 from nanodag.config.section import Auto, later, operational
-from nanodag.config.stage_base import ExternalInput, TrainedStage
+from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
@@ -56,11 +56,9 @@ class RLStage(SampledStage, TrainedStage):
     """The weights of each step that this number divides are kept as a Hugging Face folder in the artifact's records,
     weights/step-STEP; 0 for none."""
 
-    @model_validator(mode="after")
-    def _combination(self) -> "RLStage":
+    def check_settings(self) -> None:
         self.resources.check_offload(zero_stage=self.optimizer.zero_stage, optimizer="adamw")
         check(self)
-        return self
 
     @property
     def best_metric(self) -> str:
@@ -101,9 +99,7 @@ class RLStage(SampledStage, TrainedStage):
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
         return self.algorithm.load(entry)
 
-    @property
-    def lora_rank(self) -> int:  # type: ignore[override]
-        return self.optimizer.lora_rank
+    lora_rank = from_setting("optimizer.lora_rank")
 
     @property
     def measures_held_out(self) -> bool:  # type: ignore[override]
@@ -272,14 +268,12 @@ class SelectStage(SampledStage):
     """Preference pairs in the place of the best answers: the best and the worst answer to each prompt, or every two
     answers with different rewards."""
 
-    @model_validator(mode="after")
-    def _can_be_sampled(self) -> "SelectStage":
+    def check_settings(self) -> None:
         if self.pairs != "none" and self.best != 1:
             raise ValueError(
                 f"best {self.best} keeps single answers, and pairs: {self.pairs} makes pairs; leave one out"
             )
         self.as_rl()
-        return self
 
     def as_rl(self) -> RLStage:
         """The RL stage that its worker runs: it samples and scores, and trains nothing. Raises ValueError for settings

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nanodag.config.kind import MODEL, PAGE, TOKENIZER, Kind
-from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.config.stage_base import ExternalInput, StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.question_form import check_effect
 from nanodag.data.records import Wanted
@@ -27,9 +27,7 @@ class TokenizerStage(StageBase):
     max_bytes: int = Field(2_000_000_000, ge=10_000)
     """Bytes of text read from the mixture."""
 
-    @property
-    def vocabulary_size(self) -> int:  # type: ignore[override]
-        return self.vocabulary
+    vocabulary_size = from_setting("vocabulary")
 
 
 class ImportStage(StageBase):
@@ -45,9 +43,7 @@ class ImportStage(StageBase):
     adapter: str = "none"
     """Adapters in peft's format that are added to its weights: `hub:owner/name[@revision]` or `file:FOLDER`."""
 
-    @property
-    def known_model(self) -> str:  # type: ignore[override]
-        return self.model
+    known_model = from_setting("model")
 
     @property
     def known_code(self) -> Literal["", "transformers"]:  # type: ignore[override]
@@ -69,11 +65,9 @@ class ReportStage(StageBase):
     price_per_hour: float = Field(0.0, ge=0)
     """Price of one device an hour, in any currency; 0 leaves prices out."""
 
-    @model_validator(mode="after")
-    def _data_alone_is_read(self) -> "ReportStage":
+    def check_settings(self) -> None:
         for source in self.contamination:
             check_effect(source, "text")
-        return self
 
 
 KINDS = (

@@ -7,6 +7,7 @@ from pydantic import Field
 from nanodag.config.derive import Derived
 from nanodag.config.kind import CONVERSATIONS, MODEL, TOKENIZER
 from nanodag.config.model_size import model_of
+from nanodag.config.stage_base import from_setting
 from nanodag.config.supervised import ChatStage, ShapeConfig, SupervisedKind, SupervisedStage
 from nanodag.errors import ConfigError
 
@@ -24,9 +25,7 @@ class PretrainStage(SupervisedStage):
     def is_from_scratch(self) -> bool:  # type: ignore[override]
         return self.shape.depth > 0
 
-    @property
-    def extends_to(self) -> int:  # type: ignore[override]
-        return self.shape.extend_to
+    extends_to = from_setting("shape.extend_to")
 
     def before_ranks(self, derived: Derived) -> Self:
         """The stage with its shape and schedule. Raises ConfigError for a horizon or rows that the shape has not."""
