@@ -194,7 +194,9 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "separate_cpu": lambda s: s.placement == "separate" and s.resources.device == "cpu" and not s.sampler.nodes,
     "deterministic_gpu": lambda s: s.sampler.deterministic is True and s.resources.device == "cuda",
     # how weights reach them
-    "lora_sync": lambda s: s.weights.lora_sync == "adapter" and (s.guest is not None or s.sampler.has_others),
+    "lora_sync": lambda s: s.weights.lora_sync == "adapter" and (s.sampler.engine == "sglang" or s.sampler.has_others),
+    "lora_sync_vllm": lambda s: s.weights.lora_sync == "adapter" and s.sampler.engine == "vllm"
+        and (s.weights.sync != "disk" or s.weights.sync_mode != "finish"),
     "nccl_cpu": lambda s: s.weights.sync_backend == "nccl" and s.resources.device == "cpu",
     "nccl_placement": lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared")
         and not s.sampler.has_others,

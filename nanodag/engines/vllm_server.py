@@ -3,7 +3,7 @@
     python vllm_server.py '{"model": "DIR", ...}'    its description, as the embedded sampler's (`engine_settings.py`)
 
 vLLM's own server has other words for all of it. Here its `AsyncLLM` stands behind the endpoints that the client knows,
-and each of its workers is given `WeightReceiver`, in which tensors come to a whole model before vLLM loads them.
+and each of its workers is given `WeightReceiver` (`vllm_worker.py`), in which tensors come to a whole model first.
 
 vLLM starts its parts with multiprocessing's `spawn`, which runs the top of this file again in each of them. Of nanodag
 this file may import only what needs no more than torch, starlette and pydantic, which vLLM brings.
@@ -17,7 +17,6 @@ import json
 import os
 import socket
 import sys
-from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
@@ -42,8 +41,7 @@ from nanodag.inference.access_checks import HANDLERS, Doors, body_of, bound_sock
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.server_variables import end_with_starter, take_token
 from nanodag.model.architecture import read_checkpoint
-from nanodag.sampler.shared_tensors import opened
-from nanodag.sampler.weight_group import WeightGroup, broadcast_of, join_group
+from nanodag.model.headers import ADAPTER_CONFIG
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
     end_with_starter()
@@ -54,50 +52,6 @@ DONE = {"success": True, "message": "Success"}
 GREEDY_BELOW = 1e-5  # vLLM's own
 
 
-class WeightReceiver:
-    """Further methods of each of vLLM's workers. An answer is what went wrong, "" for nothing: an error that is raised
-    in a worker comes without its reason. body: JSON, as vLLM's calls take nothing but plain values."""
-
-    rank: int
-    device: Any
-    _group: WeightGroup | None = None
-    _came: dict[str, Any]
-
-    def nanodag_join(self, body: str) -> str:
-        """Join a group whose rank 0 waits at the address, until all of its members are there."""
-        try:
-            self._group = join_group(w.InitGroupBody.model_validate_json(body), self.rank)
-        except (RuntimeError, OSError) as error:
-            return f"Failed to initialize custom process group: {error}."
-        return ""
-
-    def nanodag_leave(self) -> str:
-        """Leave it."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-        return ""
-
-    def nanodag_receive(self, is_first: bool, handles: list[str], body: str) -> str:
-        """Take one bucket, and keep it: of one's own handle, or of a broadcast where there are none. is_first: of what
-        came before nothing is kept."""
-        self._came = {} if is_first else self._came
-        try:
-            if handles:
-                self._came |= opened(b64decode(handles[self.rank]), self.device)
-            elif self._group is not None:
-                self._came |= broadcast_of(self._group, w.ReceiveWeightsBody.model_validate_json(body))
-        except (RuntimeError, IndexError) as error:
-            return f"Failed to receive weights: {error}"
-        return ""
-
-    def nanodag_load(self) -> str:
-        """Sample with all that came."""
-        came, self._came = self._came, {}
-        self.reload_weights(weights_iterator=iter(came.items()))  # type: ignore[attr-defined] # the worker's
-        return ""
-
-
 class VllmServer:
     """State and actions behind the endpoints, in one event loop. engine: an AsyncLLM. facts: told of it. refusal: what
     it raises for a request that it does not take."""
@@ -106,7 +60,8 @@ class VllmServer:
         self, engine: Any, settings: EngineSettings, facts: Mapping[str, Any], refusal: type[Exception]
     ) -> None:
         self.engine, self._facts, self._refusal = engine, facts, refusal
-        self.folder, self.version = read_checkpoint(settings.model), settings.weight_version
+        self.folder, self.version = read_checkpoint(settings.base or settings.model), settings.weight_version
+        self._adapter: Any = None  # that requests are answered with
         self._numbers = itertools.count()
         self._in_flight: set[str] = set()
         self._group = ""
@@ -183,7 +138,7 @@ class VllmServer:
         self._in_flight.add(rid)
         try:
             prompt, params = {"prompt_token_ids": list(request.input_ids)}, self._params(request, is_stream)
-            async with aclosing(self.engine.generate(prompt, params, rid)) as outputs:
+            async with aclosing(self.engine.generate(prompt, params, rid, lora_request=self._adapter)) as outputs:
                 async for output in outputs:
                     yield {one.index: self._completion(request, output, one) for one in output.outputs}
         except self._refusal as error:
@@ -254,6 +209,11 @@ class VllmServer:
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
         """Wait for requests in flight, unless they are paused, then read the folder, unless it is of no use."""
         body = await body_of(http, w.UpdateWeightsBody)
+        if (Path(body.model_path) / ADAPTER_CONFIG).is_file():
+            async with self._one_at_a_time:
+                adapter = partial(self.take_adapter, Path(body.model_path))
+                await self._change(adapter, body.weight_version, is_flushed=body.flush_cache)
+            return JSONResponse(DONE)
         other = read_checkpoint(Path(body.model_path))
         if other.architecture != self.folder.architecture or not list(other.path.glob("*.safetensors")):
             raise BadRequest(f"{other.path} lacks weights, or is of another shape than {self.folder.path}; it is left")
@@ -261,6 +221,14 @@ class VllmServer:
             reload = partial(self.engine.collective_rpc, "reload_weights", kwargs={"weights_path": str(other.path)})
             await self._change(reload, body.weight_version, is_flushed=body.flush_cache)
         return JSONResponse(DONE)
+
+    async def take_adapter(self, folder: Path) -> None:
+        """Answer with the adapters in a folder of peft's format from now on."""
+        from vllm.lora.request import LoRARequest
+
+        number = 1 + next(self._numbers)
+        self._adapter = LoRARequest(str(number), number, str(folder))
+        await self.engine.add_lora(self._adapter)
 
     async def init_weights_update_group(self, http: HttpRequest) -> Response:
         body = await body_of(http, w.InitGroupBody)
@@ -282,7 +250,7 @@ class VllmServer:
         if self._session is not None:
             raise BadRequest("a weight-update session is already open; call end_weight_update() first")
         if body.lora_scale is not None:
-            raise BadRequest("adapters alone are for the embedded sampler: set weights.lora_sync to merged")
+            raise BadRequest("adapters alone come as a folder here: set weights.sync to disk")
         self._session, self._failure = [], ""
         return JSONResponse(DONE)
 
@@ -394,14 +362,16 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    width = read_checkpoint(settings.model).architecture.head_dim
+    model = settings.base or settings.model
+    width = read_checkpoint(model).architecture.head_dim
     sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
     if settings.device == "cpu" and width not in sizes:  # it would end at the first request
         sys.exit(f"vLLM has no attention on a CPU for heads of {width}; it has {', '.join(map(str, sizes))}")
-    has_tokenizer = any(settings.model.glob("tokenizer*.json"))
+    has_tokenizer = any(model.glob("tokenizer*.json"))
     options = {name.replace("-", "_"): value for name, value in settings.options.items()}
     given: dict[str, Any] = {
-        "model": str(settings.model),
+        "model": str(model),
+        "enable_lora": settings.base is not None,
         "dtype": settings.dtype,
         "seed": settings.seed or 0,
         "max_model_len": settings.context_length,
@@ -413,7 +383,7 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
         "enable_chunked_prefill": settings.device != "cpu",  # it would take a seeded draw back, which a CPU cannot
         "logprobs_mode": "processed_logprobs",  # of what was drawn from: after the temperature
         "max_logprobs": p.MAX_TOP_LOGPROBS,
-        "worker_extension_cls": "nanodag.engines.vllm_server.WeightReceiver",  # of nanodag as it is loaded here
+        "worker_extension_cls": "nanodag.engines.vllm_worker.WeightReceiver",  # of nanodag as it is loaded here
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         **options,
@@ -426,8 +396,11 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
         "disable_radix_cache": not given["enable_prefix_caching"],
     }  # fmt: skip
     await engine.update_weight_version(settings.weight_version)
+    vllm = VllmServer(engine, settings, facts, VLLMClientError)
+    if (settings.model / ADAPTER_CONFIG).is_file():
+        await vllm.take_adapter(settings.model)
     doors = Doors(
-        VllmServer(engine, settings, facts, VLLMClientError).application(),
+        vllm.application(),
         names={settings.host, socket.gethostname()},
         keys=[token] if (token := take_token()) else (),
         max_body_bytes=settings.max_body_bytes,

@@ -16,7 +16,6 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, MissingTool, StageKilled
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.inference.engine_install import PYTHON_VARIABLE
 from nanodag.rewards import sandbox
 from nanodag.rl.rollouts.rollout import Rollout, prompt_span, write_rollouts
 from nanodag.run.preflight import check_before_start
@@ -272,7 +271,7 @@ def test_programs_without_a_sandbox_are_refused_before_work_begins(folder, monke
 def test_a_stage_without_samplers_asks_for_no_engine(folder, monkeypatch):
     failed = Rollout(group_id="p", prompt_id="p", sample_index=0, spans=(prompt_span([1]),), finish_reason="error")
     write_rollouts(folder / "saved.jsonl", [failed])
-    monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", "/nowhere/python")
     assert faults(folder, "rl.sampler.engine=sglang", "rl.source=file:saved.jsonl") == []
     (fault,) = faults(folder, "rl.sampler.engine=sglang")
     assert fault.startswith("rl.sampler.python: ")

@@ -88,3 +88,17 @@ def test_a_stage_with_two_servers_trains_on_what_they_said_of_its_own_weights(tm
     lines = metrics(job)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["mismatch_absolute"] < 1e-4 for line in lines), [line["mismatch_absolute"] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * START_S)
+def test_vllm_answers_with_the_adapters_that_a_stage_gives_it_alone(tmp_path):
+    vllm_python()
+    sampler = {"engine": "vllm", "context": 64, "max_batch": 16, "replicas": 1, "memory_fraction": 0.1}
+    weights = {"sync": "disk", "lora_sync": "adapter"}
+    job = make_job(tmp_path, head_dim=HEADS, sampler=sampler, weights=weights, num_steps=3, lora_rank=4)
+    process = start(job, fresh=True)
+    code = process.wait(timeout=START_S)
+    assert code == 0, (job.workspace / "worker.log").read_text()[-6000:]
+    lines = metrics(job)
+    assert all(line["mismatch_absolute"] < 1e-4 for line in lines) and len(lines) == 3

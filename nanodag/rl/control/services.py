@@ -298,11 +298,13 @@ class Services:
         dtype = DTYPES[config.precision]
         same = {"start_timeout_s", "cache_bytes", "deterministic", "python", "tensor_parallel"}
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
-        is_vllm, is_in_place = config.engine == "vllm", self._config.weights.sync_mode == "in_place"
-        without_cache = {"enable_prefix_caching": False} if is_vllm else {"disable_radix_cache": True}
-        defaults = without_cache if is_in_place else {}
+        is_vllm, defaults = config.engine == "vllm", dict[str, bool | int]()
+        if self._config.weights.sync_mode == "in_place":
+            defaults["enable_prefix_caching" if is_vllm else "disable_radix_cache"] = not is_vllm
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
+        if is_vllm and self._gives_adapters:  # room for ranks, of a few powers of two
+            defaults["max_lora_rank"] = 1 << max(3, (self._config.optimizer.lora_rank - 1).bit_length())
         if self._config.rollout.router_replay:
             defaults["enable_return_routed_experts"] = True
         return EngineSettings(
