@@ -11,9 +11,10 @@ from nanodag.engines.start import start_engine
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from tests.engines.samplers import with_samplers
+from tests.fault.processes import alive, wait_until
 from tests.guest_pythons import sglang_python, vllm_python
 from tests.rl.models import save_tiny_model
-from tests.rl.stages import make_job, metrics, start
+from tests.rl.stages import make_job, metrics, slow_rewards, start
 
 START_S = 1500
 CONTEXT = 256
@@ -102,3 +103,19 @@ def test_vllm_answers_with_the_adapters_that_a_stage_gives_it_alone(tmp_path):
     assert code == 0, (job.workspace / "worker.log").read_text()[-6000:]
     lines = metrics(job)
     assert all(line["mismatch_absolute"] < 1e-4 for line in lines) and len(lines) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * START_S)
+def test_a_killed_stage_leaves_no_server_behind_and_goes_on_where_it_was(tmp_path, engine):
+    sampler = {"engine": engine[0], "context": 64, "max_batch": 16, "replicas": 1, "memory_fraction": 0.1}
+    job = make_job(tmp_path, head_dim=HEADS, sampler=sampler, num_steps=5)
+    slow_rewards(tmp_path)
+    process = start(job, fresh=True)
+    wait_until(lambda: (job.workspace / "metrics.jsonl").exists() and len(metrics(job)) > 1, START_S)
+    below = list(descendants(process.pid))
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not alive(below), 30)
+    assert start(job, fresh=True).wait(timeout=START_S) == 0
+    assert [line["step"] for line in metrics(job)] == [1, 2, 3, 4, 5]
