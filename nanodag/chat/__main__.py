@@ -194,7 +194,9 @@ def chat(options: argparse.Namespace) -> int:
         if model.renderer is None:
             raise SourceError(f"The tokenizer in {folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
-            console.print(f"[dim]Loading {folder} ... (/help for commands)[/dim]")
+            console.print(
+                f"[dim]Loading {folder} ... (/help for commands; it reads earlier messages too, until /reset)[/dim]"
+            )
         engines = model.backend
         assert isinstance(engines, Fleet)
         try:

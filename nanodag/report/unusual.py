@@ -1,6 +1,6 @@
 """Remarks on the curves of a stage, finished or under way, for which somebody who watches it would stop it."""
 
-from statistics import fmean, stdev
+from statistics import fmean, median
 
 from nanodag.report.gather import ReportedStage
 
@@ -11,7 +11,9 @@ SHARES = {
     "truncated_share": (0.25, "answers are cut at the limit. Raise rollout.max_new_tokens"),
     "repeated_share": (0.25, "answers repeat themselves. Lower the learning rate"),
 }
-NOISE = 3.0  # standard deviations of a window by which its mean must lie above the lowest window's
+NOISE = 3.0  # standard deviations of a window's mean by which it must lie above the lowest window's
+RISE = 0.03  # share of the lowest mean, the same
+NORMAL = 0.826  # median distance of a value from the middle of its neighbours, in standard deviations
 
 
 def unusual(stage: ReportedStage) -> list[str]:
@@ -28,7 +30,10 @@ def unusual(stage: ReportedStage) -> list[str]:
         if len(means) <= size or (name != "loss" and stage.config.get("patience")):  # that stops by it
             continue
         low = min(range(len(means)), key=means.__getitem__)
-        if means[-1] - means[low] > NOISE * stdev(values[-size:]) + 0.01 * abs(means[low]):
+        # Of the whole curve, less its trend: a mixture's steps differ more than the few of the last window show.
+        bends = [abs(now - (before + after) / 2) for before, now, after in zip(values, values[1:], values[2:])]
+        noise = median(bends) / NORMAL * (2 / size) ** 0.5
+        if means[-1] - means[low] > NOISE * noise + RISE * abs(means[low]):
             rise = f"{means[low]:.3g} from step {steps[low]:.0f} on, now {means[-1]:.3g}"
             remarks.append(f"{stage.name}: {name.replace('_', ' ')} rises, {rise}.")
     return remarks

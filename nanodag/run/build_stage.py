@@ -38,6 +38,7 @@ from nanodag.worker.devices import LAST_S, STEP_BACK_S, devices_folder, devices_
 from nanodag.worker.job import Job
 from nanodag.worker.launch import LOG_NAME, Result, Watch, begin_try, run_worker, usage_of
 from nanodag.worker.tracker import FOLDER as TRACKERS
+from nanodag.worker.tracker import TrackerProcesses
 
 log = logging.getLogger(__name__)
 
@@ -285,6 +286,9 @@ def _build(
     )
     if run.pipeline.store.mirror_checkpoints:
         run.store.mirror(key, job.checkpoints).drop()
+    root = run.store.url.rstrip("/") if run.store.is_remote else run.store.local.as_uri()
+    trackers = run.pipeline.tracking.trackers
+    TrackerProcesses(job.workspace, trackers, f"{root}/{artifact.folder}", artifact.digest).close()
     return artifact, waited_s
 
 

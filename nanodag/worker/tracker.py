@@ -3,7 +3,8 @@
 `python -m nanodag.worker.tracker NAME WORKSPACE` opens the tracker's run of the stage, passes on each line's numbers
 and tables with its step, and finishes the run when its stdin says so. A tracker that raises, hangs or ends therefore
 costs a stage one warning, and at its end FINISH_TIMEOUT_S at most. What is known of the run lies in trackers/NAME.json:
-its id, under which a stage that is started again continues it, its URL, and the last step that was passed on.
+its id, under which a stage that is started again continues it, its URL, and the last step that was passed on. With
+`ADDRESS DIGEST` behind, a process logs where the published stage lies, and that alone.
 """
 
 import importlib
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 FINISH_TIMEOUT_S = 60.0  # of all trackers of a stage together
 FOLDER = "trackers"  # in the workspace, and in the artifact's records
+REFERRING = ("wandb", "mlflow")  # trackers that have a place for the artifact's address
 _DONE = b"done"
 _QUIET = {
     "WANDB_ERROR_REPORTING": "false",
@@ -40,12 +42,13 @@ _QUIET = {
 
 
 class TrackerProcesses:
-    """The trackers of a stage's metrics, running. names: of OPENED_BY."""
+    """The trackers of a stage's metrics, running. names: of OPENED_BY. published: address and digest of its artifact,
+    which REFERRING log in place of metrics."""
 
-    def __init__(self, workspace: Path, names: Sequence[str]) -> None:
+    def __init__(self, workspace: Path, names: Sequence[str], *published: str) -> None:
         self._processes = {
             name: start_child(
-                [sys.executable, "-m", __name__, name, str(workspace)],
+                [sys.executable, "-m", __name__, name, str(workspace), *published],
                 environment=_QUIET | os.environ,
                 given=b"",
                 is_all=False,
@@ -53,6 +56,7 @@ class TrackerProcesses:
                 stdout=subprocess.DEVNULL,
             )
             for name in names
+            if not published or name in REFERRING
         }
 
     def close(self) -> None:
@@ -158,6 +162,25 @@ group, name and id filled in; the stage's config, with what it belongs to under 
 """
 
 
+def refer(name: str, workspace: Path, address: str, digest: str) -> None:
+    """Log the artifact of a published stage, by reference, to the run that a tracker has of the stage."""
+    job, state = (json.loads((workspace / file).read_text()) for file in ("job.json", f"{FOLDER}/{name}.json"))
+    if state["step"] < 0:
+        return  # it could not be opened, of which a warning told
+    settings, config, folder = request_of(job, build="")
+    run, _ = OPENED_BY[name](settings.model_copy(update={"id": state["id"]}), config, folder)
+    package, about = importlib.import_module(name), config["nanodag"]
+    facts = {"artifact": address, "digest": digest, "key": about["key"]}
+    if name == "wandb":
+        called = re.sub(r"[^\w.-]", "-", f"{about['run']}-{about['stage']}", flags=re.ASCII)
+        artifact = package.Artifact(called, type=about["kind"], metadata=facts)
+        artifact.add_reference(address, checksum=False)
+        run.log_artifact(artifact)
+    else:
+        package.set_tags({f"nanodag.{fact}": value for fact, value in facts.items()})
+    run.finish()
+
+
 def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
     """Line as a tracker gets it: numbers, and lists of objects as its own Table, which wandb and trackio both have;
     MLflow takes columns. The first object names the columns."""
@@ -224,9 +247,13 @@ def main() -> None:
         return bool(readable)
 
     try:
-        follow(name, workspace, is_done)
+        if published := sys.argv[3:]:
+            refer(name, workspace, *published)
+        else:
+            follow(name, workspace, is_done)
     except Exception as error:  # noqa: BLE001 - a tracker may raise whatever it likes, and the stage goes on
-        log.warning("%s gets no more metrics of this stage: %s: %s", name, type(error).__name__, error)
+        what = "no reference to the artifact" if sys.argv[3:] else "no more metrics"
+        log.warning("%s gets %s of this stage: %s: %s", name, what, type(error).__name__, error)
     sys.stderr.flush()
     os._exit(0)  # not by way of what trackers do at exit
 

@@ -31,12 +31,12 @@ class Workspaces:
         others = {"stages": {**pipeline["stages"], "pretrain": {"kind": "sft"}}}
         store.write_run(run_record("other", **{**about, "pipeline": others}))
 
-    def write(self, name, steps):
+    def write(self, name, steps, **more):
         for n in steps:
             about, share = {"step": n, "total": 99, "time": 9.0}, n / 99
             said = {"prompt": HOSTILE, "response": f"<|bos|>{n} {HOSTILE}", "reward": n % 2}
             self._lines[name] += [
-                {**about, "event": "step", "loss": 9 / n, "reward": share},
+                {**about, "event": "step", "loss": 9 / n, "reward": share, **more},
                 {**about, "event": "eval", "eval_reward": share},
                 {**about, "event": "sample", "responses": [said]},
             ]
@@ -108,6 +108,32 @@ def test_the_page_of_a_run_under_way_fills_and_keeps_what_its_reader_did(chrome,
         entry["message"] for entry in chrome.get_log("browser") if "CONNECTION_REFUSED" not in entry["message"]
     ]
     assert complaints == []
+
+
+def test_a_stage_that_begins_again_and_a_plot_that_comes_between_leave_the_zoom(chrome, store, workspaces):
+    def zoomed(metric, low):
+        until(chrome, f"Math.round(document.querySelector('{metric}').layout.xaxis.range[0]) === {low}")
+
+    with serving(make_app(store, ["r"])) as port:
+        workspaces.write("rl", range(1, 6))
+        chrome.get(f"http://127.0.0.1:{port}/")
+        until(chrome, "document.querySelector('.news').textContent.startsWith('as of')")
+        for metric, low in (("#training-rl-reward", 2), ("#training-pretrain-gradient-norm", 5)):
+            workspaces.write("pretrain", [30], gradient_norm=1.0)
+            until(chrome, f"document.querySelector('{metric}') !== null")
+            zoom = f"{{'xaxis.range': [{low}, 9], 'xaxis.autorange': false}}"
+            chrome.execute_script(
+                f"const plot = document.querySelector('{metric}'); draw(plot); Plotly.relayout(plot, {zoom})"
+            )
+        path = store.local / "work" / KEYS["rl"] / "metrics.jsonl"
+        lines = path.read_text()
+        path.write_text("")  # as a stage that is built again has it
+        until(chrome, "document.querySelector('#training-rl-reward') === null")
+        path.write_text(lines)
+        zoomed("#training-rl-reward", 2)
+        workspaces.write("pretrain", [31], validation_bits_per_byte=2.0)  # a plot before that of the norm
+        until(chrome, "document.querySelector('#training-pretrain-validation-bits-a-byte') !== null")
+        zoomed("#training-pretrain-gradient-norm", 5)
 
 
 def test_runs_are_drawn_over_each_other_on_one_page_with_what_differs(chrome, store, workspaces):

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from nanodag.chat import tools
 from nanodag.chat.tools import DEFINITIONS, MAX_RESULT_CHARACTERS, TOOLS, call
+from nanodag.chat.web import __main__ as command
 from nanodag.chat.web import ratings
 from nanodag.chat.web import routes as web
 from nanodag.chat.web.facts import facts_of
@@ -360,3 +361,12 @@ def test_every_tool_takes_one_text():
     """Calls of nanodag's own chat format are one text."""
     for name in TOOLS:
         assert len(DEFINITIONS[name]["function"]["parameters"]["properties"]) == 1
+
+
+def test_without_a_screen_the_page_is_named_and_no_browser_begins(monkeypatch, capsys):
+    monkeypatch.setattr(command.sys, "platform", "linux")
+    monkeypatch.setattr(command.webbrowser, "open", lambda url: pytest.fail("a browser was opened"))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    command.show("http://127.0.0.1:8000")
+    assert capsys.readouterr().out == "Open http://127.0.0.1:8000 in a browser.\n"

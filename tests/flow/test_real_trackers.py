@@ -46,14 +46,24 @@ def track(name, workspace, *steps):
     return json.loads((workspace / "trackers" / f"{name}.json").read_text())
 
 
-def test_wandb_writes_two_tries_of_a_stage_under_one_id(packages, tmp_path, caplog):
+def publish(name, workspace, folder):
+    """Have the tracker log a folder as the stage's artifact; returns its address."""
+    (folder / "artifact").mkdir()
+    (folder / "artifact" / "weights").write_text("1")
+    tracker.TrackerProcesses(workspace, [name], (folder / "artifact").as_uri(), "a1b2c3").close()
+    return (folder / "artifact").as_uri()
+
+
+def test_wandb_writes_two_tries_of_a_stage_and_its_artifact_under_one_id(packages, tmp_path, caplog, capfd):
     workspace = workspace_of(tmp_path, "offline")
     first, second = track("wandb", workspace, 1, 2), track("wandb", workspace, 3)
+    address = publish("wandb", workspace, tmp_path)
     assert (first["id"], first["step"], second["step"]) == (second["id"], 2, 3) and not caplog.messages
+    assert "WARNING" not in capfd.readouterr().err
     run = first["id"]
     files = sorted((tmp_path / "out" / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb"))
-    assert len(files) in (1, 2)  # one, when both tries began in the same second
-    for word in (b"base/loss", b"nanodag", b"sequence_length"):
+    assert len(files) in (1, 2, 3)  # fewer than three, when two began in the same second
+    for word in (b"base/loss", b"nanodag", b"sequence_length", b"r-base", f"{address}/weights".encode(), b"a1b2c3"):
         assert any(word in file.read_bytes() for file in files), word
 
 
@@ -77,6 +87,7 @@ def test_mlflow_has_one_run_of_two_tries_with_its_steps_and_the_rows_of_both(pac
         stream.write(json.dumps({"step": 0, "pass@4 (a)": 1.0, "responses": [{"prompt": "p", "text": "t"}]}) + "\n")
     first = track("mlflow", workspace, 1, 2)["id"]
     track("mlflow", workspace, 3)
+    address = publish("mlflow", workspace, tmp_path)
     code = """
 import json, sys, mlflow
 from mlflow import MlflowClient
@@ -84,13 +95,14 @@ from mlflow import MlflowClient
 history = MlflowClient().get_metric_history(run.info.run_id, "base/loss")
 table = mlflow.artifacts.load_dict(run.info.artifact_uri + "/base/responses.json")
 print("RUN", json.dumps([run.data.tags["nanodag.id"], run.info.run_name, run.info.status,
-    [[each.step, each.value] for each in history], table["data"]]))
+    [[each.step, each.value] for each in history], table["data"],
+    run.data.tags["nanodag.artifact"], run.data.tags["nanodag.digest"]]))
 """
     folder = tmp_path / "out" / "mlflow"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder).stdout
     [found] = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("RUN ")]
     steps = [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)]]
-    assert found == [first, "r/base", "FINISHED", steps, [["p", "t", 0]]] and not caplog.messages
+    assert found == [first, "r/base", "FINISHED", steps, [["p", "t", 0]], address, "a1b2c3"] and not caplog.messages
 
 
 def test_two_stages_that_begin_at_once_have_a_run_of_mlflow_each(packages, tmp_path, caplog):

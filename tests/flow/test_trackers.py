@@ -99,12 +99,35 @@ def test_a_retry_continues_the_run_and_status_has_its_url(wandb, tell, begun, ca
     assert len(wandb("finish")) == 0  # it is open for the next try
     tell("tokenizer", "")
     build_stage(run, "tokenizer", {})
-    first, second = wandb("init")
-    assert first["id"] == second["id"] and [call["step"] for call in wandb("log")] == [1, 2, 3, 4]
+    first, second, published = wandb("init")
+    assert first["id"] == second["id"] == published["id"] and [call["step"] for call in wandb("log")] == [1, 2, 3, 4]
     show_status("r", file="", all_runs=False)
     assert f"tokenizer on wandb: {url}" in capsys.readouterr().out
     build_stage(run_with(name="other"), "tokenizer", {})  # finds it
-    assert len(wandb("init")) == 2 and trackers_in_status("other", capsys) == {"tokenizer": {"wandb": url}}
+    assert len(wandb("init")) == 3 and trackers_in_status("other", capsys) == {"tokenizer": {"wandb": url}}
+
+
+def test_a_published_stage_is_an_artifact_by_reference(wandb, monkeypatch, capfd):
+    run = run_with()
+    result = build_stage(run, "tokenizer", {})
+    (made,), (first, second) = wandb("log_artifact"), wandb("init")
+    address = f"{run.store.local.as_uri()}/artifacts/{result.key}/{result.attempt}"
+    facts = {"artifact": address, "digest": result.digest, "key": result.key}
+    said = {"name": "r-tokenizer", "type": "tokenizer", "metadata": facts, "references": [address]}
+    assert made == {"call": "log_artifact", **said} and first["id"] == second["id"]
+
+
+def test_a_reference_that_fails_is_one_warning_and_of_a_run_that_never_opened_none(wandb, monkeypatch, capfd):
+    monkeypatch.setenv("FAKE_WANDB_DO", "raise")
+    workspace = workspace_of(run_with())
+    (workspace / "trackers").mkdir()
+    warnings = []
+    for step in (3, -1):
+        (workspace / "trackers" / "wandb.json").write_text(json.dumps({"id": "i", "url": "", "step": step}))
+        tracker.TrackerProcesses(workspace, ["wandb", "trackio"], "file:///x", "d").close()
+        warnings += warnings_in(capfd.readouterr().err)
+    assert len(warnings) == 1
+    assert "wandb gets no reference to the artifact of this stage: ConnectionError: no route to" in warnings[0]
 
 
 def trackers_in_status(run, capsys):
@@ -120,7 +143,7 @@ def test_a_stage_that_is_reproduced_is_no_run_of_a_tracker(wandb, project):
     run = run_with()
     result = build_stage(run, "tokenizer", {})
     assert reproduce(run.store, run.store.attempt(result.key, result.attempt), file="").is_same
-    assert len(wandb("init")) == 1
+    assert len(wandb("init")) == 2  # with metrics, and with the artifact
 
 
 @pytest.mark.parametrize(

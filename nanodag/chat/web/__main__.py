@@ -18,10 +18,12 @@ def main() -> int:
 
 
 def show(url: str) -> None:
-    """Open the page where there is a screen. Without one, a browser would take the terminal."""
+    """Open the page where there is a screen, else say where it is: a browser would take the terminal."""
     has_screen = sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     if has_screen:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    else:
+        print(f"Open {url} in a browser.", flush=True)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,10 @@ function watch(root) {
   for (const plot of root.querySelectorAll(".plot")) { seen.observe(plot); sizes.observe(plot); }
 }
 
+const gone = new Map();  // id -> element: a stage that is built again has no plots until its first steps
+
 // Make `now` what `next` is, and leave alone what is the same already. Elements are known again by their id, else by
-// their place; a fold stays as its reader left it, and a plot keeps its zoom.
+// their place; a fold stays as its reader left it, and a plot keeps its zoom, also where it was gone for a while.
 function become(now, next) {
   if (now.nodeType === Node.TEXT_NODE) { if (now.data !== next.data) now.data = next.data; return; }
   const is_plot = now.classList.contains("plot"), is_changed = is_plot && now.dataset.panel !== next.dataset.panel;
@@ -115,13 +117,23 @@ function become(now, next) {
   if (is_plot) { if (is_changed && now.drawn) draw(now); return; }
   let place = now.firstChild;
   for (const child of [...next.childNodes]) {
-    const known = child.id ? [...now.children].find(one => one.id === child.id)
+    let known = child.id ? [...now.children].find(one => one.id === child.id) ?? gone.get(child.id)
       : place && !place.id && place.nodeName === child.nodeName ? place : null;
-    if (!known) { now.insertBefore(child, place); if (child.querySelectorAll) watch(child); continue; }
+    if (!known) {
+      known = child.cloneNode(false);
+      if (child.classList?.contains("plot")) { seen.observe(known); sizes.observe(known); }
+    }
+    gone.delete(child.id);
     if (known === place) place = place.nextSibling; else now.insertBefore(known, place);
     if (!known.isEqualNode(child)) become(known, child);
   }
-  while (place) { const gone = place; place = place.nextSibling; gone.remove(); }
+  while (place) {
+    const left = place;
+    place = place.nextSibling;
+    left.remove();
+    for (const one of left.querySelectorAll?.("[id]") ?? []) gone.set(one.id, one);
+    if (left.id) gone.set(left.id, left);
+  }
 }
 
 async function follow(news) {

@@ -21,6 +21,15 @@ class Table:
         self.columns, self.data = columns, data
 
 
+class Artifact:
+    def __init__(self, name, type, metadata):
+        self.name, self.type, self.metadata, self.references = name, type, metadata, []
+
+    def add_reference(self, uri, *, checksum):
+        assert not checksum  # which would read all of it
+        self.references.append(uri)
+
+
 class Run:
     def __init__(self, url):
         self.url, self.offline = url, not url
@@ -32,6 +41,9 @@ class Run:
         if do == "die":
             os._exit(9)
         _note(call="log", step=step, data={k: vars(v) if isinstance(v, Table) else v for k, v in data.items()})
+
+    def log_artifact(self, artifact):
+        _note(call="log_artifact", **vars(artifact))
 
     def finish(self, exit_code=None):
         if os.environ.get("FAKE_WANDB_DO") == "hang":
