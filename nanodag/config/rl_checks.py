@@ -196,14 +196,14 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     # how weights reach them
     "lora_sync": lambda s: s.weights.lora_sync == "adapter" and (s.sampler.engine == "sglang" or s.sampler.has_others),
     "lora_sync_vllm": lambda s: s.weights.lora_sync == "adapter" and s.sampler.engine == "vllm"
-        and (s.weights.sync != "disk" or s.weights.sync_mode != "finish"),
+        and (s.weights.sync not in ("auto", "disk") or s.weights.sync_mode != "finish"),
     "nccl_cpu": lambda s: s.weights.sync_backend == "nccl" and s.resources.device == "cpu",
     "nccl_placement": lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared")
         and not s.sampler.has_others,
     "rollouts_sync": lambda s: s.only == "rollouts" and s.sampler.has_others and s.weights.sync not in ("disk", "auto"),
     "check_tensor_parallel": lambda s: s.weights.sync_check_every not in ("auto", 0) and s.sampler.tensor_parallel > 1,
     "check_guest": lambda s: s.weights.sync_check_every not in ("auto", 0) and s.guest is not None
-        and "cuda" in (s.resources.device, "cuda" if s.sampler.engine == "vllm" else ""),
+        and (s.resources.device == "cuda" or s.sampler.engine == "vllm"),
 }
 UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] = (
     (lambda s: not s.rollout.overlong_buffer, ("overlong_penalty",), "[overlong_buffer]"),

@@ -205,7 +205,7 @@ def _guest(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) 
             faults.append(f"its {name} is {server[name]}, and such a server takes no weights: start it without")
     longest = server.get("max_req_input_len")  # it keeps a token for the answer
     room = longest + 1 if isinstance(longest, int) else longest
-    return faults + _of_context(room, needed, needed.context + CONTEXT_RESERVE)
+    return faults + _of_context(room, needed, needed.context + (CONTEXT_RESERVE if needed.engine == "sglang" else 0))
 
 
 def layers_differ(fingerprints: Sequence[Mapping[str, str]], num_layers: int) -> str:

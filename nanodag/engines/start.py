@@ -99,7 +99,7 @@ def start_engine(
     """Start one process and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine,
     which must then be reached from here.
 
-    Raises SamplerLost, with the last lines of the log, where it does not start; MissingTool where SGLang is not
+    Raises SamplerLost, with the last lines of the log, where it does not start; MissingTool where the engine is not
     installed.
     """
     log_path = Path(log_path)
@@ -154,7 +154,7 @@ def cache_tokens(model: Path, *, cache_bytes: int, dtype: str, context: int) -> 
 
 
 def command_of(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
-    """Command of a process, and its whole environment but for its token. Raises MissingTool where SGLang is not
+    """Command of a process, and its whole environment but for its token. Raises MissingTool where the engine is not
     installed."""
     described, environment = settings.model_dump_json(exclude_defaults=True), dict(os.environ)
     command = [sys.executable, "-m", "nanodag.sampler", described]

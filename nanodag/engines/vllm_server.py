@@ -35,13 +35,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.host.threads import all_of
 from nanodag.inference import protocol as p
 from nanodag.inference import weight_bodies as w
 from nanodag.inference.access_checks import HANDLERS, Doors, body_of, bound_socket, routes, unless_left
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.server_variables import end_with_starter, take_token
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.headers import ADAPTER_CONFIG
+from nanodag.model.headers import ADAPTER_CONFIG, tensor_shapes
+from nanodag.model.lora import read_adapter
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
     end_with_starter()
@@ -49,7 +51,7 @@ if not _WAS_THERE:
     sys.path.remove(_ROOT)
 
 DONE = {"success": True, "message": "Success"}
-GREEDY_BELOW = 1e-5  # vLLM's own
+GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 0.01  # vLLM's own
 
 
 class VllmServer:
@@ -61,12 +63,14 @@ class VllmServer:
     ) -> None:
         self.engine, self._facts, self._refusal = engine, facts, refusal
         self.folder, self.version = read_checkpoint(settings.base or settings.model), settings.weight_version
+        self._shapes, self._has_base = tensor_shapes(self.folder.path), settings.base is not None
         self._adapter: Any = None  # that requests are answered with
         self._numbers = itertools.count()
+        self._taken: set[str] = set()  # names of requests
         self._in_flight: set[str] = set()
+        self._is_paused = False  # by a client, who alone ends it
         self._group = ""
         self._session: list[w.BucketBody] | None = None  # the last bucket that came; None where none is open
-        self._failure = ""  # of the first bucket of a session that did not come
         self._one_at_a_time = asyncio.Lock()
 
     def application(self) -> Starlette:
@@ -89,11 +93,14 @@ class VllmServer:
     async def generate(self, http: HttpRequest) -> Response:
         body = await body_of(http, p.GenerateBody)
         requests = [body.request(index, ids, f"vllm-{next(self._numbers)}") for index, ids in enumerate(body.prompts())]
+        if body.incremental or (body.stream and len(requests) > 1):
+            raise BadRequest("a stream is of one prompt here, and each event repeats all so far")
         for request in requests:
             self._check(request)
-        if body.stream and len(requests) == 1:
+        self._taken |= {str(request.rid) for request in requests}
+        if body.stream:
             return StreamingResponse(self._events(requests[0]), media_type="text/event-stream")
-        groups = await unless_left(http, asyncio.gather(*map(self._last, requests)))
+        groups = await unless_left(http, all_of(map(self._last, requests)))
         answers = [
             p.completion_to_wire(one, return_logprob=request.return_logprob)
             for request, group in zip(requests, groups, strict=True)
@@ -111,9 +118,11 @@ class VllmServer:
                 f"top_p {params.top_p:g} and top_k {params.top_k} change the log-probabilities that vLLM tells: leave "
                 "both out, or ask for none"
             )
+        if GREEDY_BELOW <= params.temperature < LEAST_TEMPERATURE:
+            raise BadRequest(f"temperature {params.temperature:g}: vLLM has 0, and {LEAST_TEMPERATURE:g} and above")
         if request.return_routed_experts:
             raise BadRequest("routed experts are for the other samplers: vLLM on a CPU cannot tell them")
-        if request.rid in self._in_flight:
+        if request.rid in self._taken:
             raise BadRequest(f"rid {request.rid!r} belongs to a request in flight: choose another")
 
     async def _last(self, request: p.Request) -> list[p.Completion]:
@@ -125,18 +134,22 @@ class VllmServer:
 
     async def _events(self, request: p.Request) -> AsyncIterator[bytes]:
         """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
-        async with aclosing(self._parts(request, is_stream=True)) as parts:
-            async for part in parts:
-                for index, one in part.items():
-                    event = p.completion_to_wire(one, return_logprob=request.return_logprob) | {"index": index}
-                    yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        try:
+            async with aclosing(self._parts(request, is_stream=True)) as parts:
+                async for part in parts:
+                    for index, one in part.items():
+                        event = p.completion_to_wire(one, return_logprob=request.return_logprob) | {"index": index}
+                        yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        except (BadRequest, SamplerError) as error:
+            yield b"data: " + json.dumps({"error": {"message": str(error)}}).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     async def _parts(self, request: p.Request, *, is_stream: bool) -> AsyncGenerator[dict[int, p.Completion]]:
         """Samples as they grow, or once when they have ended, by their index."""
         rid = str(request.rid)
-        self._in_flight.add(rid)
         try:
+            async with self._one_at_a_time:  # not in the midst of new weights
+                self._in_flight.add(rid)
             prompt, params = {"prompt_token_ids": list(request.input_ids)}, self._params(request, is_stream)
             async with aclosing(self.engine.generate(prompt, params, rid, lora_request=self._adapter)) as outputs:
                 async for output in outputs:
@@ -145,6 +158,7 @@ class VllmServer:
             raise BadRequest(str(error)) from error
         finally:
             self._in_flight.discard(rid)
+            self._taken.discard(rid)
 
     def _params(self, request: p.Request, is_stream: bool) -> Any:
         from vllm import SamplingParams
@@ -190,13 +204,15 @@ class VllmServer:
         )
 
     async def pause_generation(self, http: HttpRequest) -> Response:
-        mode = (await body_of(http, p.PauseBody)).mode
+        mode, self._is_paused = (await body_of(http, p.PauseBody)).mode, True
         kept = {"mode": "abort" if mode == "abort" else "keep", "clear_cache": mode != "in_place"}
         await self.engine.pause_generation(**kept)
         return JSONResponse(DONE)
 
     async def continue_generation(self, http: HttpRequest) -> Response:
-        await self.engine.resume_generation()
+        async with self._one_at_a_time:  # not in the midst of new weights
+            self._is_paused = False
+            await self.engine.resume_generation()
         return JSONResponse(DONE)
 
     async def abort_request(self, http: HttpRequest) -> Response:
@@ -209,26 +225,39 @@ class VllmServer:
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
         """Wait for requests in flight, unless they are paused, then read the folder, unless it is of no use."""
         body = await body_of(http, w.UpdateWeightsBody)
-        if (Path(body.model_path) / ADAPTER_CONFIG).is_file():
-            async with self._one_at_a_time:
-                adapter = partial(self.take_adapter, Path(body.model_path))
-                await self._change(adapter, body.weight_version, is_flushed=body.flush_cache)
-            return JSONResponse(DONE)
-        other = read_checkpoint(Path(body.model_path))
-        if other.architecture != self.folder.architecture or not list(other.path.glob("*.safetensors")):
-            raise BadRequest(f"{other.path} lacks weights, or is of another shape than {self.folder.path}; it is left")
+        folder = Path(body.model_path)
+        if is_adapter := (folder / ADAPTER_CONFIG).is_file():
+            change = partial(self.take_adapter, folder)
+        else:
+            self._check_shapes(tensor_shapes(folder))
+            change = partial(self.engine.collective_rpc, "reload_weights", kwargs={"weights_path": str(folder)})
         async with self._one_at_a_time:
-            reload = partial(self.engine.collective_rpc, "reload_weights", kwargs={"weights_path": str(other.path)})
-            await self._change(reload, body.weight_version, is_flushed=body.flush_cache)
+            if is_adapter and self._is_paused:  # what is paused keeps its own
+                raise BadRequest("adapters come between requests, and generation is paused: continue it first")
+            await self._change(change, body)
         return JSONResponse(DONE)
 
+    def _check_shapes(self, found: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise BadRequest where tensors of new weights are not the model's; a tied output head may be there."""
+        tied = {"lm_head.weight"} if self.folder.architecture.tied else set()
+        names = (self._shapes.keys() | found.keys()) - tied
+        if differing := sorted(name for name in names if self._shapes.get(name) != found.get(name)):
+            raise BadRequest(f"{differing[0]} is missing, unknown, not finite or misshapen: the old weights stay")
+
     async def take_adapter(self, folder: Path) -> None:
-        """Answer with the adapters in a folder of peft's format from now on."""
+        """Answer with the adapters in a folder of peft's format from now on. Raises BadRequest for those of no use."""
         from vllm.lora.request import LoRARequest
 
+        if not self._has_base:
+            raise BadRequest(f"{folder} holds adapters, and this server was not started for them")
+        read_adapter(folder)
         number = 1 + next(self._numbers)
-        self._adapter = LoRARequest(str(number), number, str(folder))
-        await self.engine.add_lora(self._adapter)
+        adapter = LoRARequest(str(number), number, str(folder))
+        try:
+            await self.engine.add_lora(adapter)
+        except Exception as error:
+            raise BadRequest(f"vLLM does not take the adapters in {folder}: {error}") from error
+        self._adapter = adapter
 
     async def init_weights_update_group(self, http: HttpRequest) -> Response:
         body = await body_of(http, w.InitGroupBody)
@@ -251,7 +280,7 @@ class VllmServer:
             raise BadRequest("a weight-update session is already open; call end_weight_update() first")
         if body.lora_scale is not None:
             raise BadRequest("adapters alone come as a folder here: set weights.sync to disk")
-        self._session, self._failure = [], ""
+        self._session = []
         return JSONResponse(DONE)
 
     async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
@@ -263,19 +292,17 @@ class VllmServer:
 
     async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
         """Have each worker copy one bucket out of memory that the sender shares."""
-        return await self._receive(await body_of(http, w.ReceiveTensorsBody))
+        body = await body_of(http, w.ReceiveTensorsBody)
+        body.handles(self._facts["tp_size"])
+        return await self._receive(body)
 
     async def _receive(self, body: w.BucketBody) -> Response:
         async with self._one_at_a_time:
-            if self._session is None:
+            session, self._session = self._session, None  # which ends with a bucket that does not come
+            if session is None:
                 raise BadRequest("buckets must come between begin_weight_update() and end_weight_update()")
             handles = body.serialized_named_tensors if isinstance(body, w.ReceiveTensorsBody) else []
-            try:
-                is_first, sent = not self._session, "" if handles else body.model_dump_json()
-                await self._each("nanodag_receive", is_first, handles, sent)
-            except BadRequest as error:
-                self._failure = self._failure or str(error)
-                raise
+            await self._each("nanodag_receive", not session, handles, "" if handles else body.model_dump_json())
             self._session = [body]
         return JSONResponse(DONE)
 
@@ -285,31 +312,30 @@ class VllmServer:
             session, self._session = self._session, None
             if session is None:
                 raise BadRequest("no weight-update session is open; call begin_weight_update() first")
-            if self._failure:
-                raise BadRequest(f"The old weights are kept: {self._failure}")
             for last in session:
-                if last.weight_version is not None:  # all of it came
-                    load = partial(self.engine.collective_rpc, "nanodag_load")
-                    await self._change(load, last.weight_version, is_flushed=last.flush_cache)
+                if last.weight_version is None:
+                    raise BadRequest("the last bucket, with a version, has not come: the old weights are kept")
+                for found in await self.engine.collective_rpc("nanodag_shapes"):
+                    self._check_shapes({name: tuple(shape) for name, shape in found.items()})
+                await self._change(partial(self.engine.collective_rpc, "nanodag_load"), last)
         return JSONResponse(DONE)
 
-    async def _change(self, change: Any, version: str | None, *, is_flushed: bool) -> None:
-        """Change weights while nothing is computed; requests that were paused before stay so. Where it fails this
-        process ends: they may be half of each."""
-        was_paused = await self.engine.is_paused()
-        if not was_paused:
-            await self.engine.pause_generation(mode="wait", clear_cache=is_flushed)
-        elif is_flushed:
-            await self.engine.reset_prefix_cache(reset_running_requests=True)
+    async def _change(self, change: Any, body: w.UpdateWeightsBody | w.BucketBody) -> None:
+        """Change weights when requests in flight have ended, or are paused; what comes meanwhile waits. Where it fails
+        other than by a refusal this process ends: they may be half of each."""
         try:
+            while self._in_flight and not self._is_paused:
+                await asyncio.sleep(0.01)
+            if body.flush_cache:
+                await self.engine.reset_prefix_cache(reset_running_requests=self._is_paused)
             await change()
+            if body.weight_version is not None:
+                await self.engine.update_weight_version(body.weight_version)
+                self.version = body.weight_version
+        except BadRequest:
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever it is
             _end(f"weights could not be changed, and may be half of each: {error}")
-        if version is not None:
-            await self.engine.update_weight_version(version)
-            self.version = version
-        if not was_paused:
-            await self.engine.resume_generation()
 
     async def _each(self, method: str, *arguments: Any) -> None:
         """A method of each worker. Raises BadRequest with the first thing that went wrong."""
@@ -377,6 +403,8 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
         "max_model_len": settings.context_length,
         "max_num_seqs": settings.max_batch or 64,
         "tensor_parallel_size": settings.tensor_parallel,
+        # It looks at a share even where bytes are said, and at what others have of the device.
+        "gpu_memory_utilization": 0.01,
         "kv_cache_memory_bytes": None if "gpu_memory_utilization" in options else settings.cache_bytes,
         "skip_tokenizer_init": not has_tokenizer,
         "enforce_eager": settings.device == "cpu",

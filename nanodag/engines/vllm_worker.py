@@ -45,6 +45,10 @@ class WeightReceiver:
             return f"Failed to receive weights: {error}"
         return ""
 
+    def nanodag_shapes(self) -> dict[str, list[int]]:
+        """Shapes of what came, by name; of tensors with NaN or infinity none."""
+        return {name: list(one.shape) if bool(one.isfinite().all()) else [] for name, one in self._came.items()}
+
     def nanodag_load(self) -> str:
         """Sample with all that came."""
         came, self._came = self._came, {}

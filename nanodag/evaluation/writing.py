@@ -1,4 +1,4 @@
-"""Texts by samplers: an embedded one inside this process, or several of either engine, each a process on a GPU or core
+"""Texts by samplers: an embedded one inside this process, or several of any engine, each a process on a GPU or core
 of its own, which are handed requests one by one as they get done with others.
 
 On a CPU an embedded sampler has one thread and is deterministic: no answer depends on how many there are, or on others.

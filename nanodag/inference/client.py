@@ -1,4 +1,4 @@
-"""Asynchronous client of a sampler over HTTP: the embedded one or SGLang.
+"""Asynchronous client of a sampler over HTTP: the embedded one, SGLang or vLLM.
 
     async with SamplerClient(url) as sampler:
         (completions,) = await sampler.generate([Request(input_ids=[1, 2, 3], params=SamplingParams(n=8))])

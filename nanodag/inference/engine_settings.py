@@ -27,7 +27,7 @@ class EngineSettings(BaseModel):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     model: Path = Path()
     base: Path | None = None
-    """The model that the embedded engine merges adapters onto; `model` may then be a folder of them. None: `model`."""
+    """The model of adapters, for embedded and vLLM; `model` may then be a folder of them. None: `model`."""
     weight_version: str = "default"
     device: Device = "cpu"
     dtype: str = "auto"

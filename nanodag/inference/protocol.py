@@ -1,7 +1,7 @@
 """The wire protocol between a trainer and a sampler: SGLang's over HTTP, as far as it is used here.
 
 The models accept exactly what the embedded sampler honours; any other field is refused, never ignored. ``Request`` and
-``Completion`` are the same for a sampler in this process (``engine.Engine``), the embedded server and SGLang.
+``Completion`` are the same for a sampler in this process (``engine.Engine``), the servers of SGLang and vLLM.
 
 Source: sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and
 python/sglang/srt/sampling/sampling_params.py.
@@ -378,7 +378,7 @@ def _finish_to_wire(completion: Completion) -> dict[str, Any] | None:
 
 
 def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
-    """Read one element of the answer to /generate, of the embedded sampler or of SGLang."""
+    """Read one element of the answer to /generate, of any sampler."""
     meta, output_ids = answer["meta_info"], list(answer["output_ids"])
     version = str(meta["weight_version"])
     finish = meta["finish_reason"]

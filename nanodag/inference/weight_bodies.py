@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from nanodag.errors import BadRequest
 from nanodag.inference.number_formats import DTYPE_BYTES
 from nanodag.inference.protocol import Wire
 
@@ -130,14 +131,11 @@ class ReceiveTensorsBody(BucketBody):
     serialized_named_tensors: Annotated[list[str], Field(min_length=1)]
     load_format: Literal["flattened_bucket"]
 
-    @model_validator(mode="after")
-    def _is_of_one_rank(self) -> "ReceiveTensorsBody":
-        if len(self.serialized_named_tensors) != 1:
-            raise ValueError(f"{len(self.serialized_named_tensors)} handles for the one rank of the embedded sampler")
-        self.handle  # noqa: B018 - raises
-        return self
-
-    @property
-    def handle(self) -> bytes:
-        """Raises ValueError when it is no base64."""
-        return b64decode(self.serialized_named_tensors[0], validate=True)
+    def handles(self, num_ranks: int) -> list[bytes]:
+        """One for each rank of a sampler. Raises BadRequest for another number, and for what is no base64."""
+        if len(self.serialized_named_tensors) != num_ranks:
+            raise BadRequest(f"{len(self.serialized_named_tensors)} handles for {num_ranks} ranks of this sampler")
+        try:
+            return [b64decode(handle, validate=True) for handle in self.serialized_named_tensors]
+        except ValueError as error:
+            raise BadRequest(f"serialized_named_tensors is no base64: {error}") from error

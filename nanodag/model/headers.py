@@ -1,13 +1,13 @@
 """The safetensors files of a Hugging Face directory and what their headers say. No torch, nothing is loaded."""
 
 import hashlib
-import json
 import math
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.architecture import active_share, read_json
@@ -47,13 +47,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
+    """Shapes of the tensors by name. Raises BadRequest for files that are not there, or not whole."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
-        with path.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+        try:
+            with safe_open(path, "np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise BadRequest(f"{path} cannot be read: {error}") from error
     return shapes
 
 

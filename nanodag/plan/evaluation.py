@@ -56,7 +56,7 @@ def planned_samplers(
     memory_fraction: float,
     used: float,
 ) -> PlannedSamplers:
-    """Samplers of either engine. slots: samples that one of them may decode at once.
+    """Samplers of any engine. slots: samples that one of them may decode at once.
 
     An embedded one has a slot of the whole context for each sample. used: tokens of it that samples fill as a rule: on
     a CPU, pages of the cache that nothing was written to are never taken. RL's takes new weights beside those it has.

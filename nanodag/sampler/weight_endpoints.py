@@ -164,7 +164,8 @@ class WeightEndpoints:
     async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
         """Take one bucket out of memory that the sender shares. It is copied when this is answered."""
         body = await body_of(http, bodies.ReceiveTensorsBody)
-        return await self._receive("update_weights_from_tensor", body, lambda: opened(body.handle, self.engine.device))
+        (handle,) = body.handles(1)
+        return await self._receive("update_weights_from_tensor", body, lambda: opened(handle, self.engine.device))
 
     async def _receive(
         self, endpoint: str, body: bodies.BucketBody, receive: Callable[[], dict[str, Tensor]]

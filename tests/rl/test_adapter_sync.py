@@ -262,8 +262,8 @@ def test_a_stage_that_sends_adapters_ends_on_the_bytes_of_one_that_sends_merged_
     [
         ({}, "lora_sync adapter means nothing with lora_rank 0; leave it out"),
         ({"lora_rank": 2, "only": "rollouts"}, "lora_sync adapter means nothing with only: rollouts; leave it out"),
-        ({"lora_rank": 2, "sampler": {"engine": "sglang"}}, "lora_sync adapter needs embedded samplers .* use merged"),
-        ({"lora_rank": 2, "sampler": {"urls": ["http://127.0.0.1:1"]}}, "lora_sync adapter needs embedded samplers"),
+        ({"lora_rank": 2, "sampler": {"engine": "sglang"}}, "lora_sync adapter needs samplers of .* use merged"),
+        ({"lora_rank": 2, "sampler": {"urls": ["http://127.0.0.1:1"]}}, "lora_sync adapter needs samplers of"),
     ],
 )
 def test_samplers_that_cannot_merge_are_refused_by_name(values, message):

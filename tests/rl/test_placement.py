@@ -13,8 +13,7 @@ from nanodag.engines.start import ServerProcess, command_of, start_engine
 from nanodag.errors import ConfigError
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.control import services as services_module
-from nanodag.rl.control.places import Places, places_of
-from nanodag.rl.control.services import Services
+from nanodag.rl.control.services import Places, Services, places_of
 from tests.rl.stages import make_job, on
 
 GPUS = {"num_ranks": 8, "threads": 1, "device": "cuda"}

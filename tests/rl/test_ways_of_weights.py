@@ -3,7 +3,7 @@
 import pytest
 
 from nanodag.errors import SamplerError
-from nanodag.rl.control.places import places_of
+from nanodag.rl.control.services import places_of
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from tests.engines.fake_samplers import PATIENCE_S, World
 

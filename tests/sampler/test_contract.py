@@ -1,4 +1,4 @@
-"""What a trainer relies on, asked of both engines over HTTP: the embedded sampler, and SGLang in its own environment.
+"""What a trainer relies on, asked of all engines over HTTP: the embedded sampler, SGLang, vLLM in their environments.
 
 SGLang's half is slow, and needs what `nanodag sampler install --cpu` makes, or NANODAG_SGLANG_PYTHON.
 """
