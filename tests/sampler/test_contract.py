@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -52,12 +53,12 @@ class Sampler:
 def start(engine: str, folder: Path, log_path: Path):
     if engine != "embedded":
         {"sglang": sglang_python, "vllm": vllm_python}[engine]()
-    os.environ["PYTHONSAFEPATH"] = "1"  # as it is below Prefect
     settings = EngineSettings(
         engine=engine, model=folder, weight_version=0, dtype="float32", max_batch=8, context_length=CONTEXT,
         memory_fraction=0.3, start_timeout_s=1500,
     )  # fmt: skip
-    return start_engine(settings, log_path=log_path)
+    with patch.dict(os.environ, PYTHONSAFEPATH="1"):  # as it is below Prefect
+        return start_engine(settings, log_path=log_path)
 
 
 @pytest.fixture(

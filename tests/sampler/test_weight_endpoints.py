@@ -48,7 +48,7 @@ BAD_BODIES = {
     },
     "update_weights_from_tensor": {
         "between begin_weight_update": HANDLE,
-        "2 handles for the one rank": HANDLE | {"serialized_named_tensors": ["gA=="] * 2},
+        "2 handles for 1 ranks": HANDLE | {"serialized_named_tensors": ["gA=="] * 2},
         "base64": HANDLE | {"serialized_named_tensors": ["?"]},
         "load_format": HANDLE | {"load_format": "direct"},
     },
