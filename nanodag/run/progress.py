@@ -73,13 +73,15 @@ def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
     rate = _rate([(line["time"], line["step"], (line["total"], line.get("phase"))) for line in works])
     is_running, is_made = state == "running", entry.has_ended_well
     last = works[-1] if works else {"step": 0, "total": 0}
+    # What it worked in is gone when it has published, a moment before its record says that it is built.
+    is_starting = is_running and not works and (store.local / "work" / (entry.key or "none")).exists()
     return StageProgress(
         name=name,
         kind=recorded_kind(entry.kind).name,
-        state="starting" if is_running and not works else state,
+        state="starting" if is_starting else state,
         key=entry.key,
         done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
-        amount=_amount(last) if works else "loads its packages and data" if is_running else "",
+        amount=_amount(last) if works else "loads its packages and data" if is_starting else "",
         reached=_reached_by(store, *entry.artifact) if is_made and entry.artifact is not None else _said(lines),
         speed=_speed(works, rate) if is_running else "",
         left_s=(last["total"] - last["step"]) / rate if is_running and rate else -1.0,

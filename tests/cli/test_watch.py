@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import time
 
 import pytest
@@ -49,6 +50,14 @@ def test_each_kind_counts_in_its_own_unit_and_shows_what_it_has_reached(store, k
     found = progress(store, kind, *lines)
     assert (found.amount, found.reached, found.speed) == (amount, reached, speed)
     assert found.state == ("running" if lines else "starting")
+
+
+def test_a_stage_that_has_published_and_is_not_yet_recorded_as_built_does_not_start_again(store):
+    assert progress(store, "sft", *STEPS).state == "running"
+    shutil.rmtree(store.local / "work")
+    entry = stage_record("sft", state="running", key=KEY, started=time.time())
+    (found,) = progress_of(store, run_record("r", stages={"s": entry}))
+    assert (found.state, found.amount) == ("running", "")
 
 
 def test_what_is_left_follows_from_the_speed_and_what_is_done_from_all_benchmarks(store, tmp_path):

@@ -20,7 +20,7 @@ REFUSED = [
     ({"sampler": {"engine": "vllm", "deterministic": True}}, "samples of vllm depend on what runs beside"),
     ({"sampler": {"engine": "vllm"}, **ROUTED}, "cannot tell experts"),
     ({"sampler": {"engine": "vllm"}, "placement": "shared"}, "gives no memory back"),
-    ({"sampler": {"engine": "vllm"}, "lora_sync": "adapter", "lora_rank": 4, "sync": "ipc"}, "takes adapters as a folder"),
+    ({"sampler": {"engine": "vllm"}, "lora_sync": "adapter", "lora_rank": 4, "sync": "ipc"}, "adapters as a folder"),
     ({"sampler": {"engine": "vllm"}, "sync_check_every": 5}, "weights of vLLM, and of SGLang on a GPU, cannot be"),
     ({"sampler": {"engine": "vllm", "options": {"max_model_len": 9}}}, "follows from other fields"),
     # algorithm
