@@ -204,9 +204,9 @@ class VllmServer:
         )
 
     async def pause_generation(self, http: HttpRequest) -> Response:
-        mode, self._is_paused = (await body_of(http, p.PauseBody)).mode, True
-        kept = {"mode": "abort" if mode == "abort" else "keep", "clear_cache": mode != "in_place"}
-        await self.engine.pause_generation(**kept)
+        mode = (await body_of(http, p.PauseBody)).mode
+        await self.engine.pause_generation(mode="abort" if mode == "abort" else "keep", clear_cache=mode != "in_place")
+        self._is_paused = True  # now that nothing is computed: new weights may wait for it
         return JSONResponse(DONE)
 
     async def continue_generation(self, http: HttpRequest) -> Response:
@@ -288,20 +288,18 @@ class VllmServer:
         body = await body_of(http, w.ReceiveWeightsBody)
         if not self._group or body.group_name != self._group:
             raise BadRequest(f"there is no group {body.group_name!r}: call init_weights_update_group first")
-        return await self._receive(body)
+        return await self._receive(body, [])
 
     async def update_weights_from_tensor(self, http: HttpRequest) -> Response:
         """Have each worker copy one bucket out of memory that the sender shares."""
         body = await body_of(http, w.ReceiveTensorsBody)
-        body.handles(self._facts["tp_size"])
-        return await self._receive(body)
+        return await self._receive(body, body.handles(self._facts["tp_size"]))
 
-    async def _receive(self, body: w.BucketBody) -> Response:
+    async def _receive(self, body: w.BucketBody, handles: list[bytes]) -> Response:
         async with self._one_at_a_time:
             session, self._session = self._session, None  # which ends with a bucket that does not come
             if session is None:
                 raise BadRequest("buckets must come between begin_weight_update() and end_weight_update()")
-            handles = body.serialized_named_tensors if isinstance(body, w.ReceiveTensorsBody) else []
             await self._each("nanodag_receive", not session, handles, "" if handles else body.model_dump_json())
             self._session = [body]
         return JSONResponse(DONE)
@@ -323,6 +321,8 @@ class VllmServer:
     async def _change(self, change: Any, body: w.UpdateWeightsBody | w.BucketBody) -> None:
         """Change weights when requests in flight have ended, or are paused; what comes meanwhile waits. Where it fails
         other than by a refusal this process ends: they may be half of each."""
+        if body.abort_all_requests:
+            await self.engine.abort(list(self._in_flight))
         try:
             while self._in_flight and not self._is_paused:
                 await asyncio.sleep(0.01)
@@ -371,8 +371,7 @@ def _reason(one: Any, num_new: int) -> p.FinishReason | None:
 
 
 def _likeliest(place: Mapping[int, Any], most: int) -> p.Top:
-    ranked = sorted(place.items(), key=lambda item: item[1].rank)
-    return [(token, found.logprob) for token, found in ranked[:most]]
+    return [(token, found.logprob) for token, found in sorted(place.items(), key=lambda item: item[1].rank)[:most]]
 
 
 def _end(reason: str) -> None:

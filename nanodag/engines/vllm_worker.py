@@ -1,6 +1,5 @@
 """Methods that vLLM's workers have beside their own, by which tensors come to a whole model before vLLM loads them."""
 
-from base64 import b64decode
 from typing import Any
 
 from nanodag.inference import weight_bodies as w
@@ -32,13 +31,13 @@ class WeightReceiver:
             group.close()
         return ""
 
-    def nanodag_receive(self, is_first: bool, handles: list[str], body: str) -> str:
+    def nanodag_receive(self, is_first: bool, handles: list[bytes], body: str) -> str:
         """Take one bucket, and keep it: of one's own handle, or of a broadcast where there are none. is_first: of what
         came before nothing is kept."""
         self._came = {} if is_first else self._came
         try:
             if handles:
-                self._came |= opened(b64decode(handles[self.rank]), self.device)
+                self._came |= opened(handles[self.rank], self.device)
             elif self._group is not None:
                 self._came |= broadcast_of(self._group, w.ReceiveWeightsBody.model_validate_json(body))
         except (RuntimeError, IndexError) as error:

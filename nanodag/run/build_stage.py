@@ -286,9 +286,8 @@ def _build(
     )
     if run.pipeline.store.mirror_checkpoints:
         run.store.mirror(key, job.checkpoints).drop()
-    root = run.store.url.rstrip("/") if run.store.is_remote else run.store.local.as_uri()
     trackers = run.pipeline.tracking.trackers
-    TrackerProcesses(job.workspace, trackers, f"{root}/{artifact.folder}", artifact.digest).close()
+    TrackerProcesses(job.workspace, trackers, run.store.address(artifact), artifact.digest).close()
     return artifact, waited_s
 
 

@@ -152,6 +152,11 @@ class Store:
         """Names of the attempts under a key, oldest first, whether they are whole or not."""
         return sorted(n for n in self.backend.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
 
+    def address(self, artifact: Artifact) -> str:
+        """URL of an artifact for who is not of this store; without the login that the store's own may bear."""
+        root = re.sub("(?<=://)[^/]*@", "", self.url).rstrip("/") if self.is_remote else self.local.as_uri()
+        return f"{root}/{artifact.folder}"
+
     def materialize(self, artifact: Artifact) -> Path:
         """A local folder with the artifact's files as `verified` has them; where these are adapters alone, with their
         model, which is merged once. Raises ArtifactNotFound when what they adapt is gone, or has other content."""

@@ -30,6 +30,16 @@ def test_what_is_published_is_found_with_equal_bytes(store, product):
     assert json.loads((folder.parent / "manifest.json").read_text())["key"] == KEY
 
 
+def test_an_address_for_others_bears_no_login(tmp_path, product):
+    made = publish(Store(f"memory://{tmp_path.name}", local=tmp_path / "here"), product)
+    for url, root in (
+        ("memory://me:secret@host/a@b/", "memory://host/a@b"),
+        ("memory://bucket/a", "memory://bucket/a"),
+    ):
+        assert Store(url, local=tmp_path / "other").address(made) == f"{root}/artifacts/{KEY}/{made.attempt}"
+    assert Store(tmp_path / "s").address(made) == f"file://{tmp_path}/s/artifacts/{KEY}/{made.attempt}"
+
+
 def test_a_second_attempt_counts_and_the_first_stays(store, product):
     first = publish(store, product)
     (product / "weights").write_bytes(b"other")
