@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute
 from nanodag.api import metrics as api_metrics
 from nanodag.api.application import application, quiet_server
 from nanodag.api.follow import Followed, follow
-from nanodag.api.launching import served_model, with_its_context
+from nanodag.api.launching import served_model, with_adapters, with_its_context
 from nanodag.api.metrics import Metrics
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.sglang_routes import passed_on
@@ -33,7 +33,7 @@ from nanodag.host.folders import Scratch
 from nanodag.host.threads import cancelled
 from nanodag.inference.access_checks import bound_socket
 from nanodag.inference.addresses import keys_for
-from nanodag.model.headers import weights_digest
+from nanodag.model.headers import ADAPTER_CONFIG, weights_digest
 from nanodag.store import Store
 
 STOP_S = 5  # what answers under way may still take when the server is ended
@@ -70,7 +70,7 @@ def serve(args: argparse.Namespace, extra_routes: Routes = tuple, ready: Callabl
 
 
 async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable[[str], None] | None) -> None:
-    keys, folders = keys_for(args.host, args.api_key_file), _folders(args.model)
+    keys, folders = keys_for(args.host, args.api_key_file), _folders(args.model, "--model", "config.json")
     listener = bound_socket(args.host, args.port)  # before anything that takes long
     own = Scratch("serve")
     scratch = own.path
@@ -86,14 +86,8 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             folders = {args.follow: weights.fetch(), **folders}
         if not folders:
             raise ConfigError("Nothing to serve: give --model NAME=FOLDER, or --follow RUN.")
-        models = {}
-        served = _served_names(folders, args.served_model_name)
-        for number, (name, folder) in enumerate(folders.items()):
-            version = weights.version if weights is not None and name == args.follow else weights_digest(folder)
-            first = number * args.replicas
-            model = served_model(args, served[number], folder, version, scratch, first=first, num_models=len(folders))
-            models[model.name] = model
-        engines = [model.backend for model in models.values() if isinstance(model.backend, Fleet)]
+        models = _models(args, folders, "" if weights is None else weights.version, scratch)
+        engines = list(dict.fromkeys(model.backend for model in models.values() if isinstance(model.backend, Fleet)))
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         loop.add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C does; later uvicorn listens
@@ -121,7 +115,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         if followed is not None and weights is not None:
             following.append(asyncio.ensure_future(follow(followed, engines[0], weights.version)))
         listener.listen()  # who comes as soon as it is said waits for the server
-        print(_said(args, models, listener), flush=True)
+        print(_said(args, models, len(engines), listener), flush=True)
         if ready is not None:
             ready(_address(listener))
         await server.serve(sockets=[listener])
@@ -142,23 +136,44 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _folders(given: Sequence[str]) -> dict[str, Path]:
-    """Folders by name. Raises ConfigError for one that is no model, or two of a name."""
+def _models(args: argparse.Namespace, folders: Mapping[str, Path], followed: str, logs: Path) -> dict[str, ServedModel]:
+    """Models by their names; those of one folder share its engines. followed: the first weights' version of a run under
+    way. Raises ConfigError for adapters that cannot be over any."""
+    adapters = _folders(args.adapter, "--adapter", ADAPTER_CONFIG)
+    bases = {name: name if name in folders else next(iter(folders)) for name in [*folders, *adapters]}
+    engines = {name: (folders[base], base == args.follow) for name, base in bases.items()}
+    models: dict[str, ServedModel] = {}
+    first: dict[tuple[Path, bool], ServedModel] = {}
+    for name, served in zip(bases, _served_names(bases, args.served_model_name), strict=True):
+        folder, is_followed = engine = engines[name]
+        own = [adapters[other] for other in adapters if engines[other] == engine]
+        if own and is_followed:
+            raise ConfigError(f"--adapter over {name}, which --follow changes: name another model with --model.")
+        if engine not in first:
+            version = followed if is_followed else weights_digest(folder)
+            places = {"first": len(first) * args.replicas, "num_models": len({*engines.values()})}
+            first[engine] = served_model(args, served, folder, version, logs, adapters=own, **places)
+        models[served] = with_adapters(first[engine], served, adapters.get(name))
+    return models
+
+
+def _folders(given: Sequence[str], option: str, file: str) -> dict[str, Path]:
+    """Folders by name. Raises ConfigError for one without the file that all of its kind have, or two of a name."""
     folders: dict[str, Path] = {}
     for text in given:
         name, equals, path = text.partition("=")
         folder = Path(path).expanduser().absolute()
         if not equals or not name or name in folders:
-            raise ConfigError(f"--model {text!r} is not NAME=FOLDER, or a second {name!r}.")
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"--model {text!r}: {folder} is no model folder; it has no config.json.")
+            raise ConfigError(f"{option} {text!r} is not NAME=FOLDER, or a second {name!r}.")
+        if not (folder / file).is_file():
+            raise ConfigError(f"{option} {text!r}: {folder} is no {option[2:]} folder; it has no {file}.")
         folders[name] = folder
     return folders
 
 
-def _served_names(folders: Mapping[str, Path], first: str) -> list[str]:
+def _served_names(names: Iterable[str], first: str) -> list[str]:
     """The models' names, the first one's in place of its own where it is given. Raises ConfigError for one twice."""
-    own, *others = folders
+    own, *others = names
     if first in others:
         raise ConfigError(f"--served-model-name {first!r} is another model's name.")
     return [first or own, *others]
@@ -169,8 +184,8 @@ def _address(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _said(args: argparse.Namespace, models: dict[str, ServedModel], listener: socket.socket) -> str:
+def _said(args: argparse.Namespace, models: dict[str, ServedModel], num_fleets: int, listener: socket.socket) -> str:
     """One line: what is served where, by what, and how to stop it."""
     names = ", ".join(f"{name} (context {model.context_length})" for name, model in models.items())
-    engines = counted(args.replicas * len(models), f"{args.engine} engine")
+    engines = counted(args.replicas * num_fleets, f"{args.engine} engine")
     return f"Serving {names} by {engines} at {_address(listener)}/v1; Ctrl-C ends it."

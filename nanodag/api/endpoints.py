@@ -195,6 +195,7 @@ class Endpoints:
                     return_logprob=num_top is not None or score_prompt,
                     score_prompt=score_prompt,
                     top_logprobs=num_top or 0,
+                    lora_path=model.lora_path,
                     further=further,
                 )
                 # lm-eval takes a completion's last logprob for that of the one token that it asked for.
@@ -340,7 +341,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "root": str(model.root),
         "max_model_len": model.context_length,
         "has_chat_template": model.renderer is not None,
-        "weight_version": model.backend.weight_version,
+        "weight_version": model.version(model.backend.weight_version),
     }
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import secrets
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from nanodag.api.served_model import ServedModel, TokenText
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
-from nanodag.errors import BadRequest, SourceError
+from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_install import Device
@@ -21,8 +23,8 @@ from nanodag.model.architecture import (
     read_json,
     vocabulary_and_positions,
 )
-from nanodag.model.headers import faults_of_config
-from nanodag.tokenizer.chat import load_renderer
+from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config, weights_digest
+from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 
 STREAM_EVERY_S = 0.05
 UNWELL_S = 60.0  # an engine that does not answer for so long is ended
@@ -32,13 +34,21 @@ SGLANG_MEMORY = {"cpu": 0.5, "cuda": 0.85}  # of what is free, over all replicas
 
 
 def served_model(
-    args: argparse.Namespace, name: str, folder: Path, version: str, logs: Path, *, first: int, num_models: int
+    args: argparse.Namespace,
+    name: str,
+    folder: Path,
+    version: str,
+    logs: Path,
+    *,
+    first: int,
+    num_models: int,
+    adapters: Collection[Path] = (),
 ) -> ServedModel:
     """A model whose engines are not started yet.
 
     args: as of `command.py`. version: of its weights. first: engines that the models before it have, so that each gets
-    a GPU of its own as far as there are so many. Raises SourceError, BadRequest or MissingTool for what cannot be
-    served.
+    a GPU of its own as far as there are so many. adapters: folders that its engines hold for `with_adapters`. Raises
+    SourceError, BadRequest or MissingTool for what cannot be served.
     """
     tokens = TokenText(folder)
     device = detect().device if args.device == "auto" else args.device
@@ -56,6 +66,15 @@ def served_model(
         return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s, is_embedded=is_embedded)
 
     settings = _settings(args, device, context, token, num_models)
+    if adapters:
+        if args.engine == "embedded" or (args.engine, device) == ("sglang", "cpu"):
+            raise ConfigError(
+                f"--adapter: {args.engine} on {device} answers with no adapters; take vllm, or sglang on a GPU."
+            )
+        with faults_of_config():
+            rank = max(int(read_json(adapter / ADAPTER_CONFIG)["r"]) for adapter in adapters)
+        held = {weights_digest(adapter): adapter for adapter in adapters}
+        settings = settings.model_copy(update={"adapters": held, "lora_rank": rank})
 
     def launch(number: int, weights: Path, version: str) -> ServerProcess:
         log_path = logs / f"{name.replace('/', '-')}-{number}.log"
@@ -67,14 +86,10 @@ def served_model(
         elif (new_size := read_json(weights / "config.json").get("vocab_size")) != vocab_size:
             raise BadRequest(f"the checkpoint in {weights} has a vocabulary of {new_size} instead of {vocab_size}")
 
-    try:
-        renderer = load_renderer(folder)
-    except SourceError:  # a base model of others has no chat template
-        renderer = None
     return ServedModel(
         name=name,
         tokens=tokens,
-        renderer=renderer,
+        renderer=_renderer(folder),
         backend=Fleet(
             model=folder,
             version=version,
@@ -91,6 +106,23 @@ def served_model(
         is_sglang=args.engine == "sglang",
         root=folder,
     )
+
+
+def with_adapters(model: ServedModel, name: str, folder: Path | None) -> ServedModel:
+    """Another name of what a model's engines have, answered with the adapters of a folder among theirs, if one is
+    given, and by the tokenizer in it where there is one."""
+    if folder is None:
+        return replace(model, name=name)
+    with suppress(SourceError):
+        model = replace(model, tokens=TokenText(folder), renderer=_renderer(folder))
+    return replace(model, name=name, lora_path=weights_digest(folder), root=folder)
+
+
+def _renderer(folder: Path) -> ChatRenderer | None:
+    try:
+        return load_renderer(folder)
+    except SourceError:  # a base model of others has no chat template
+        return None
 
 
 async def with_its_context(model: ServedModel) -> ServedModel:

@@ -35,7 +35,7 @@ class Reply:
             "object": kind,
             "created": self._created,
             "model": self.model.name,
-            "system_fingerprint": versions[-1] if versions else self.model.backend.weight_version,
+            "system_fingerprint": self.model.version(versions[-1] if versions else self.model.backend.weight_version),
             "choices": list(choices),
             **({"warnings": warnings} if warnings else {}),
         }

@@ -109,7 +109,8 @@ class Backend(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """One name of /v1/models. renderer: None for a model without a chat template. context_length: tokens of prompt and
-    answer. is_sglang: true where the engine can hold an answer to a JSON schema. root: where the weights are from."""
+    answer. is_sglang: true where the engine can hold an answer to a JSON schema. root: where the weights are from.
+    lora_path: name of adapters that its requests are answered with, by their digest; empty for none."""
 
     name: str
     tokens: TokenText
@@ -118,8 +119,13 @@ class ServedModel:
     context_length: int
     vocab_size: int
     is_sglang: bool = False
+    lora_path: str = ""
     root: str | Path = ""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def version(self, version: str) -> str:
+        """Version of its weights by that of its engine's, which are those below its adapters."""
+        return f"{version}+{self.lora_path}" if self.lora_path else version
 
 
 @dataclass(frozen=True, kw_only=True)

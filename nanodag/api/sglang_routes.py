@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -46,6 +47,8 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
             await unless_left(http, asyncio.to_thread(_check_prompt_tokens, prompts, model, limits))
         assert isinstance(model.backend, Fleet)
         limits.check_room(model.backend.load, num_samples)
+        if model.lora_path:
+            raw = to_json(body | {"lora_path": model.lora_path})
         return _Passed(model, limits, "POST", "/generate", raw, num_samples)
 
     return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]

@@ -23,8 +23,8 @@ from nanodag.report.model_card import card_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
 from nanodag.run.record import served_store
 from nanodag.store import Artifact, Store
-from nanodag.store.artifacts import BASE
 from nanodag.store.atomic import copy_hashed, fsync_folders, hashes_below, temporary_name, write_bytes, writing
+from nanodag.store.manifest import BASE
 
 WIDEST = 60
 IS_MODEL = {"config.json", "tokenizer.json"}

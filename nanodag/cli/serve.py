@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, cast
 
 import typer
 
@@ -19,8 +19,17 @@ if TYPE_CHECKING:
     from nanodag.inference.sglang_options import Option
 
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
-FoundModel = tuple[str, Path, dict[str, Any]]
-"""Name, folder, and what the chat page is told of it."""
+
+
+class FoundModel(NamedTuple):
+    """A model. facts: told to the chat page. adapter: folder over the other one, where both are wanted apart."""
+
+    name: str
+    folder: Path
+    facts: dict[str, Any]
+    adapter: Path | None = None
+
+
 EMBEDDED = ("max_batch", "cache_bytes", "threads", "seed", "max_body_bytes", "max_text_bytes", "stream_every_s")
 OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key", "weight-version")
 
@@ -56,7 +65,7 @@ def chat(
         _serve(found_model(run, stage, file), run, also, file, options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    _, folder, _ = found_model(run, stage, file)
+    folder = found_model(run, stage, file).folder
     _hand_over("nanodag.chat", str(folder), *(["--message", message] if message else []))
 
 
@@ -110,12 +119,12 @@ def serve(
 
         store = served_store(file)
         record = find_run(store, run)
-        model = (record.run, Path(), facts_of(record, stage))  # the serving process finds its folder
+        model = FoundModel(record.run, Path(), facts_of(record, stage))  # the serving process finds its folder
         followed = [f"--follow={record.run}", f"--follow-stage={stage}"]
         options = [*followed, f"--store={store.url}", f"--store-local={store.local}", *options]
     else:
-        model = found_model(run, stage, file)
-    _serve(model, run, also, file, options)
+        model = found_model(run, stage, file, apart=engine != "embedded")
+    _serve(model, run, also, file, options, apart=engine != "embedded")
 
 
 def serve_sampler(
@@ -187,7 +196,7 @@ def serve_sampler(
     else:
         further = {"options": further}
     token = next(iter(keys_for(host, Path(api_key_file) if api_key_file else None)), "")
-    _, folder, _ = found_model(*(_named(model, "") if ":" in model else (model, "")), file)
+    folder = found_model(*(_named(model, "") if ":" in model else (model, "")), file).folder
     if engine == "sglang":
         check_sglang(folder, context_length or None, "--engine")
     try:
@@ -204,21 +213,24 @@ def serve_sampler(
     os.execve(command[0], command, environment)  # in this process's place: a signal then reaches the server
 
 
-def _serve(first: FoundModel, run: str, also: list[str] | None, file: str, options: Sequence[str]) -> NoReturn:
+def _serve(
+    first: FoundModel, run: str, also: list[str] | None, file: str, options: Sequence[str], *, apart: bool = False
+) -> NoReturn:
     """Serve a model and others beside it. also: stages of the same run, RUN:STAGE, folders or models of the hub.
-    options: of the serving process."""
+    options: of the serving process. apart: as of `found_model`."""
     from nanodag.host.folders import state_folder
     from nanodag.run.record import served_store
 
     served = {first[0]: first}
     for other in also or ():
-        model = found_model(*_named(other, run), file)
-        served[other if model[0] in served else model[0]] = model
-    about = {name: facts for name, (_, _, facts) in served.items() if facts}
+        model = found_model(*_named(other, run), file, apart=apart)
+        served[other if model.name in served else model.name] = model
+    about = {name: model.facts for name, model in served.items() if model.facts}
     runs = [facts["run"] for facts in about.values()]
     # Beside the runs, as an artifact's rollouts are not to be changed; of what is no run's, where a chat's history is.
     ratings = served_store(file).local / "ratings" / runs[0] if runs else state_folder() / "ratings"
-    named = [f"--model={name}={folder}" for name, (_, folder, _) in served.items() if folder.name]
+    named = [f"--model={name}={model.folder}" for name, model in served.items() if model.folder.name]
+    named += [f"--adapter={name}={model.adapter}" for name, model in served.items() if model.adapter]
     typer.echo(f"Loading {listed(served)}; a line says when they answer, mostly within 30 s.", err=True)
     _hand_over(SERVING, *named, f"--about={json.dumps(about)}", f"--ratings={ratings}", *options)
 
@@ -247,9 +259,9 @@ def _is_elsewhere(name: str) -> bool:
     return "/" in name or (Path(name) / "config.json").is_file()
 
 
-def found_model(name: str, stage: str, file: str) -> FoundModel:
+def found_model(name: str, stage: str, file: str, *, apart: bool = False) -> FoundModel:
     """The model of a run's stage, the last one there is unless named; of a folder, or of the hub, of which no facts are
-    known."""
+    known. apart: adapters that a stage left alone are not merged."""
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
@@ -257,7 +269,7 @@ def found_model(name: str, stage: str, file: str) -> FoundModel:
 
         is_folder, hub_name = Path(name).exists(), name.removeprefix("hub:")
         model = fetched(f"file:{name}" if is_folder else f"hub:{hub_name}")
-        return Path(name).resolve().name if is_folder else hub_name, model, {}
+        return FoundModel(Path(name).resolve().name if is_folder else hub_name, model, {})
     from rich.console import Console
 
     from nanodag.chat.web.facts import facts_of
@@ -276,7 +288,9 @@ def found_model(name: str, stage: str, file: str) -> FoundModel:
         raise ArtifactNotFound(f"Run {record.run} has no finished model yet.")
     chosen = stage or models[-1]
     print_stale(Console(stderr=True, highlight=False), record, chosen)
-    return chosen, store.materialize(store.get(f"{record.run}:{chosen}")), facts_of(record, chosen)
+    artifact, facts = store.get(f"{record.run}:{chosen}"), facts_of(record, chosen)
+    folder, adapter = store.apart(artifact) if apart else (store.materialize(artifact), None)
+    return FoundModel(chosen, folder, facts, adapter)
 
 
 def _option(text: str) -> tuple[str, "Option"]:

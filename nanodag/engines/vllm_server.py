@@ -64,7 +64,7 @@ class VllmServer:
         self.engine, self._facts, self._refusal = engine, facts, refusal
         self.folder, self.version = read_checkpoint(settings.base or settings.model), settings.weight_version
         self._shapes, self._has_base = tensor_shapes(self.folder.path), settings.base is not None
-        self._adapter: Any = None  # that requests are answered with
+        self._adapters: dict[str, Any] = {"": None}  # by the names that requests give
         self._numbers = itertools.count()
         self._taken: set[str] = set()  # names of requests
         self._in_flight: set[str] = set()
@@ -122,6 +122,8 @@ class VllmServer:
             raise BadRequest(f"temperature {params.temperature:g}: vLLM has 0, and {LEAST_TEMPERATURE:g} and above")
         if request.return_routed_experts:
             raise BadRequest("routed experts are for the other samplers: vLLM on a CPU cannot tell them")
+        if request.lora_path not in self._adapters:
+            raise BadRequest(f"lora_path {request.lora_path!r}: there are no such adapters here")
         if request.rid in self._taken:
             raise BadRequest(f"rid {request.rid!r} belongs to a request in flight: choose another")
 
@@ -151,7 +153,9 @@ class VllmServer:
             async with self._one_at_a_time:  # not in the midst of new weights
                 self._in_flight.add(rid)
             prompt, params = {"prompt_token_ids": list(request.input_ids)}, self._params(request, is_stream)
-            async with aclosing(self.engine.generate(prompt, params, rid, lora_request=self._adapter)) as outputs:
+            async with aclosing(
+                self.engine.generate(prompt, params, rid, lora_request=self._adapters[request.lora_path])
+            ) as outputs:
                 async for output in outputs:
                     yield {one.index: self._completion(request, output, one) for one in output.outputs}
         except self._refusal as error:
@@ -244,11 +248,11 @@ class VllmServer:
         if differing := sorted(name for name in names if self._shapes.get(name) != found.get(name)):
             raise BadRequest(f"{differing[0]} is missing, unknown, not finite or misshapen: the old weights stay")
 
-    async def take_adapter(self, folder: Path) -> None:
-        """Answer with the adapters in a folder of peft's format from now on. Raises BadRequest for those of no use."""
+    async def take_adapter(self, folder: Path, name: str = "") -> None:
+        """Answer who gives this name with the adapters in a folder. Raises BadRequest for those of no use."""
         from vllm.lora.request import LoRARequest
 
-        if not self._has_base:
+        if not (name or self._has_base):
             raise BadRequest(f"{folder} holds adapters, and this server was not started for them")
         read_adapter(folder)
         number = 1 + next(self._numbers)
@@ -257,7 +261,7 @@ class VllmServer:
             await self.engine.add_lora(adapter)
         except Exception as error:
             raise BadRequest(f"vLLM does not take the adapters in {folder}: {error}") from error
-        self._adapter = adapter
+        self._adapters[name] = adapter
 
     async def init_weights_update_group(self, http: HttpRequest) -> Response:
         body = await body_of(http, w.InitGroupBody)
@@ -396,7 +400,10 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
     options = {name.replace("-", "_"): value for name, value in settings.options.items()}
     given: dict[str, Any] = {
         "model": str(model),
-        "enable_lora": settings.base is not None,
+        "enable_lora": bool(settings.base or settings.adapters),
+        # On a CPU vLLM gives a request without adapters those of the last place, which stays empty.
+        "max_loras": 1 + len(settings.adapters),
+        "max_lora_rank": 1 << max(3, (settings.lora_rank - 1).bit_length()),  # a few powers of two are taken
         "dtype": settings.dtype,
         "seed": settings.seed or 0,
         "max_model_len": settings.context_length,
@@ -424,8 +431,9 @@ async def serve(settings: EngineSettings, listener: socket.socket) -> None:
     }  # fmt: skip
     await engine.update_weight_version(settings.weight_version)
     vllm = VllmServer(engine, settings, facts, VLLMClientError)
-    if (settings.model / ADAPTER_CONFIG).is_file():
-        await vllm.take_adapter(settings.model)
+    own = {"": settings.model} if (settings.model / ADAPTER_CONFIG).is_file() else {}
+    for name, adapter in {**own, **settings.adapters}.items():
+        await vllm.take_adapter(adapter, name)
     doors = Doors(
         vllm.application(),
         names={settings.host, socket.gethostname()},

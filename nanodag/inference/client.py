@@ -385,7 +385,9 @@ def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
         body["top_logprobs_num"] = [request.top_logprobs for request in requests]
     if any(request.rid is not None for request in requests):
         body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-    routes = {"return_routed_experts": True} if any(request.return_routed_experts for request in requests) else {}
+    routes: dict[str, Any] = {"lora_path": requests[0].lora_path} if requests[0].lora_path else {}
+    if any(request.return_routed_experts for request in requests):
+        routes["return_routed_experts"] = True
     if len(requests) == 1:
         return {name: values[0] for name, values in body.items()} | routes
     # SGLang takes no list of return_logprob where n > 1.

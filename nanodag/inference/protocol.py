@@ -75,7 +75,8 @@ class Request:
 
     ``score_prompt``: return the logprobs of the prompt's own tokens, too (SGLang's ``logprob_start_len: 0``).
     ``top_logprobs``: how many of the likeliest tokens are told at each place; with return_logprob alone.
-    ``return_routed_experts``: tell the experts of each token. ``further``: sampling parameters that only SGLang knows.
+    ``return_routed_experts``: tell the experts of each token. ``lora_path``: name of the adapters over the
+    model that answer; empty for none. ``further``: sampling parameters that only SGLang knows.
     """
 
     input_ids: Sequence[int]
@@ -85,6 +86,7 @@ class Request:
     score_prompt: bool = False
     top_logprobs: int = 0
     return_routed_experts: bool = False
+    lora_path: str = ""
     further: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -182,6 +184,7 @@ class GenerateBody(Wire):
     logprob_start_len: LogprobStart | list[LogprobStart] = -1
     top_logprobs_num: NumTop | list[NumTop] = 0
     return_routed_experts: bool = False
+    lora_path: str | None = None
     stream: bool = False
     incremental: bool = False
     """True for a stream whose events tell each token once, and no text. Of the embedded sampler alone."""
@@ -232,6 +235,7 @@ class GenerateBody(Wire):
             score_prompt=self.of_prompt("logprob_start_len", index) == 0,
             top_logprobs=self.of_prompt("top_logprobs_num", index),
             return_routed_experts=self.return_routed_experts,
+            lora_path=self.lora_path or "",
         )
 
 

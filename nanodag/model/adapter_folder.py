@@ -16,8 +16,8 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load, read_tensors, write_like
 from nanodag.model.headers import ADAPTER_CONFIG, INDEX, tensor_shapes, weight_files, weights_digest
 from nanodag.model.lora import ADAPTER, PEFT, PEFT_PREFIX, merged_onto
-from nanodag.store.artifacts import BASE
 from nanodag.store.atomic import write_json
+from nanodag.store.manifest import BASE
 
 HEAD = "score.weight"  # of a reward model, trained whole
 

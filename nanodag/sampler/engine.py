@@ -146,6 +146,8 @@ class Engine:
         records = isinstance(self.model, TransformersSampler) and self.model.records_routes
         if request.return_routed_experts and not (records and records()):
             raise BadRequest(f"return_routed_experts: no routers of experts are known in {self.checkpoint.path}")
+        if request.lora_path:
+            raise BadRequest(f"lora_path {request.lora_path!r}: the embedded sampler has one model; leave it out")
         number, params = next(self._request_numbers), request.params
         room = self.context_length - len(request.input_ids)
         stop_ids = () if params.ignore_eos else {*params.stop_token_ids, *self.checkpoint.eos_token_ids}

@@ -47,7 +47,6 @@ from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
 
-BASE = "adapter_base.json"  # of an artifact of adapters alone, whose model nanodag.model.adapter_folder makes
 MERGED = "merged"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
@@ -161,7 +160,7 @@ class Store:
         """A local folder with the artifact's files as `verified` has them; where these are adapters alone, with their
         model, which is merged once. Raises ArtifactNotFound when what they adapt is gone, or has other content."""
         adapter = self.verified(artifact, "files")
-        if BASE not in artifact.files or "model" not in artifact.lineage:
+        if not artifact.is_adapter:
             return adapter
         home = self.local / "cache" / artifact.key / artifact.attempt
         folder, sums = home / MERGED, home / f"{MERGED}.json"
@@ -181,6 +180,13 @@ class Store:
                 log.warning("%s: %s", artifact.folder, done.stdout.strip())
             write_json(sums, hashes_below(folder))
         return folder
+
+    def apart(self, artifact: Artifact) -> tuple[Path, Path | None]:
+        """Local folders of a model and of adapters over it, where an artifact is these alone; else its own, and None.
+        Raises as `materialize`."""
+        if not artifact.is_adapter:
+            return self.materialize(artifact), None
+        return self.materialize(self.source(artifact, "model")), self.verified(artifact, "files")
 
     def source(self, artifact: Artifact, label: str) -> Artifact:
         """The attempt that was an artifact's input, or another of its key with the same content. Raises

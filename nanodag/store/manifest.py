@@ -57,6 +57,7 @@ def content_digest(sha256_by_path: Mapping[str, str]) -> str:
 MANIFEST = "manifest.json"
 PARTS = ("files", "records")
 ATTEMPT = re.compile(r"\d{4}(-[0-9a-f]{8})?$")
+BASE = "adapter_base.json"  # of an artifact of adapters alone, whose model nanodag.model.adapter_folder makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,11 @@ class Artifact:
     @property
     def stored_bytes(self) -> int:
         return self.num_bytes + sum(int(facts["bytes"]) for facts in self.records.values())
+
+    @property
+    def is_adapter(self) -> bool:
+        """True for adapters alone, over the model that is its input."""
+        return BASE in self.files and "model" in self.lineage
 
     @property
     def folder(self) -> str:

@@ -22,7 +22,7 @@ from nanodag.errors import ArtifactNotFound, StoreError
 from nanodag.model.adapter_folder import merge_onto
 from nanodag.run.retention import check, free, plan
 from nanodag.store import Store
-from nanodag.store.artifacts import BASE
+from nanodag.store.manifest import BASE
 from tests.model.adapters import leave_both
 from tests.rl.models import save_tiny_model
 from tests.run_records import built, run_record
@@ -219,6 +219,8 @@ def test_chat_export_and_programs_get_the_merged_model_by_a_process_of_its_own(
     monkeypatch.chdir(tmp_path)
     store.write_run(run_record("r", state="completed", stages={"sft": built(tuned)}))
     assert content(found_model("r", "sft", "")[1]) == content(made[1])
+    apart = found_model("r", "sft", "", apart=True)
+    assert (apart.adapter / "adapter_config.json").is_file() and not (apart.folder / "adapter_config.json").exists()
     nanodag(f"export r:sft {tmp_path / 'exported'}")
     assert content(tmp_path / "exported") == content(made[1])
     view = door.open_store().run("r")["sft"]

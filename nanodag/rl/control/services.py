@@ -360,12 +360,11 @@ class Services:
             defaults["enable_prefix_caching" if is_vllm else "disable_radix_cache"] = not is_vllm
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
-        if is_vllm and self._gives_adapters:  # room for ranks, of a few powers of two
-            defaults["max_lora_rank"] = 1 << max(3, (self._config.optimizer.lora_rank - 1).bit_length())
         if self._config.rollout.router_replay:
             defaults["enable_return_routed_experts"] = True
         return EngineSettings(
             base=self._job.inputs["model"] if self._gives_adapters else None,
+            lora_rank=int(self._config.optimizer.lora_rank),
             engine="embedded" if config.engine == "auto" else config.engine,  # derived
             device=self._device,
             dtype=dtype,
