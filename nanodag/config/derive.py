@@ -176,8 +176,8 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived
     if unit > (there := allowed[-1] * (machine.num_gpus if device == "cuda" else machine.cores)):
         what = "GPUs" if device == "cuda" else "cores"
         raise ConfigError(
-            f"{derived.name}.optimizer.sequence_parallel: {unit} ranks would share each row, and this machine has "
-            f"{there} {what} for them; lower it."
+            f"{derived.name}: sequence_parallel has {unit} ranks share each row, and this machine has {there} {what} "
+            "for them; lower it."
         )
     totals = [(count * ranks, -count) for count in allowed for ranks in {*of_a_node, unit}]
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]

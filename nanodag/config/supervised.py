@@ -174,8 +174,10 @@ class SupervisedStage(TrainedStage):
     batch_tokens: Annotated[int, Field(ge=8, le=10**12)] | Auto = "auto"
     """Tokens of a step, over all ranks; `auto` follows from depth and horizon."""
     micro_batch_tokens: Annotated[int, Field(ge=8, le=10**12)] | Auto = "auto"
-    """Tokens that one rank holds at once. `auto`: the largest number that divides a step, fits the device's memory, and
-    is no larger than what fills the device."""
+    """Tokens that one rank holds at once, or sequence_parallel ranks together. `auto`: the largest number that divides
+    a step, fits the device's memory, and is no larger than what fills the device."""
+    sequence_parallel: int = later(1, ge=1, le=1024)
+    """Ranks that share each row (Ulysses), so that it may be longer than one of them could hold."""
     horizon_tokens: Natural | Auto = "auto"
     """Tokens of the whole training. `auto`: pretraining takes the dial's; the others train num_epochs over their
     data."""
@@ -241,6 +243,15 @@ class SupervisedStage(TrainedStage):
         for name in () if self.lora_rank else ("lora_alpha", "lora_save"):
             if getattr(self.optimizer, name) != OptimizerConfig.model_fields[name].default:
                 raise ValueError(f"optimizer.{name} means nothing without optimizer.lora_rank; leave it out")
+        if self.sequence_length % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel {self.sequence_parallel} does not divide sequence_length {self.sequence_length}"
+            )
+        if self.sequence_parallel > 1 and self.objective != SupervisedStage.objective:
+            raise ValueError(
+                f"sequence_parallel {self.sequence_parallel} shares rows whose tokens are learned, not answers that "
+                "are compared; set it to 1"
+            )
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
 
     @property
@@ -276,8 +287,9 @@ class SupervisedStage(TrainedStage):
 
     @property
     def step_size(self) -> tuple[int, int, int, int]:  # type: ignore[override]
-        """Tokens of a step, tokens of a row, rows that ranks share out evenly; no ranks belong together."""
-        return int(self.batch_tokens), self.sequence_length, int(self.batch_tokens) // self.sequence_length, 1
+        """Tokens of a step, tokens of a row, parts of rows that ranks share out evenly, ranks that belong together."""
+        tokens, length, unit = int(self.batch_tokens), self.sequence_length, self.sequence_parallel
+        return tokens, length, tokens // length * unit, unit
 
     def before_ranks(self, derived: derive.Derived) -> Self:
         """The stage with its horizon, batch and rates, and the bundle that it is scored on while it trains."""
@@ -326,27 +338,30 @@ class SupervisedStage(TrainedStage):
     def after_ranks(self, model: ModelSize | None, derived: derive.Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
         device, length = str(self.resources.device), self.sequence_length
-        batch, ranks = int(self.batch_tokens), int(self.resources.num_ranks)
+        batch, groups = int(self.batch_tokens), int(self.resources.num_ranks) // self.sequence_parallel
         stage = derive.offloaded(self, model, self.optimizer.traits.offloads and self.zero_stage > 0, derived)
-        of_rank, limit = max(1, batch // ranks), derive.FULL_TOKENS[device]
+        of_group, limit = max(1, batch // max(1, groups)), derive.FULL_TOKENS[device]
         if device == "cuda" and (model is None or derived.machine.gpu is None):
             limit = derive.LEAST_TOKENS
-        least = min(derive.LEAST_TOKENS if device == "cuda" else length, of_rank)
+        least = min(derive.LEAST_TOKENS if device == "cuda" else length, of_group)
         if self.micro_batch_tokens != "auto":
             least = int(self.micro_batch_tokens)
         fill = derived.filler(stage)
-        is_tight = derive.fitting_tokens(stage, model, derived, checkpointed=False) < least
+        fitting = partial(derive.fitting_tokens, stage, model, derived)
+        is_tight = fitting(checkpointed=False) * self.sequence_parallel < least
         is_checkpointed = bool(fill("activation_checkpointing", is_tight, derived.why("checkpointing")))
-        most = min(limit, derive.fitting_tokens(stage, model, derived, checkpointed=is_checkpointed))
-        rows = max(1, of_rank // length)  # of which a micro-batch has a whole number that divides them
+        most = min(limit, fitting(checkpointed=is_checkpointed)) * self.sequence_parallel
+        rows = max(1, of_group // length)  # of which a micro-batch has a whole number that divides them
         widest = next(r for r in range(min(rows, max(1, most // length)), 0, -1) if rows % r == 0)
         micro = int(fill("micro_batch_tokens", widest * length, derived.why("micro", limit=f"{limit:,}")))
         fill("compile", derive.has_compiler(device, derived.machine), derived.why("compile"))
-        if micro % length or batch % (micro * ranks):
+        if int(self.resources.num_ranks) % self.sequence_parallel or micro % length or batch % (micro * groups):
+            each = length * max(1, groups)
             raise ConfigError(
                 f"{derived.name}: batch_tokens {batch} must be a multiple of micro_batch_tokens {micro} x num_ranks "
-                f"{ranks}, and micro_batch_tokens a multiple of sequence_length {length}. Set batch_tokens to "
-                f"{max(1, round(batch / (length * ranks))) * length * ranks}, micro_batch_tokens to auto."
+                f"{self.resources.num_ranks} / sequence_parallel {self.sequence_parallel}, and micro_batch_tokens a "
+                f"multiple of sequence_length {length}. Set batch_tokens to {max(1, round(batch / each)) * each}, "
+                "micro_batch_tokens to auto, and num_ranks to a multiple of sequence_parallel."
             )
         return fill.filled
 

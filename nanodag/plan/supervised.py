@@ -98,7 +98,7 @@ def _steps(case: Case[SupervisedStage]) -> int | None:
 
 def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
     stage, model, device = case.stage, case.model, case.device
-    micro, ranks = int(stage.micro_batch_tokens), int(stage.resources.num_ranks)
+    micro, ranks = int(stage.micro_batch_tokens) // stage.sequence_parallel, int(stage.resources.num_ranks)
     kept_share = COMPILED_SHARE if stage.compile and not stage.activation_checkpointing else 1.0
     state, held = held_to_train(stage, model, micro, kept_share)
     if stage.core_every:  # its passes hold less than a micro-batch's, but for the head's
@@ -179,7 +179,8 @@ def _times(every: int, steps: int) -> int:
 def _candidates(case: Case[SupervisedStage]) -> Iterator[Changed]:
     """Smaller micro-batches that divide a step, from the largest on; then the same with checkpointing, then ZeRO 3."""
     stage, length = case.stage, case.stage.sequence_length
-    rows = max(1, int(stage.batch_tokens) // (int(stage.resources.num_ranks) * length))
+    groups = int(stage.resources.num_ranks) // stage.sequence_parallel
+    rows = max(1, int(stage.batch_tokens) // (groups * length))
     smaller = [r * length for r in range(rows, 0, -1) if rows % r == 0 and r * length <= int(stage.micro_batch_tokens)]
     for changes in ({}, {"activation_checkpointing": True}, {"activation_checkpointing": True, "zero_stage": 3}):
         for micro in smaller:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from nanodag.config.supervised import SupervisedStage
-from nanodag.train.deepspeed_engine import TrainEngine, leave
+from nanodag.train.deepspeed_engine import leave
 from nanodag.train.loop import Loop, Stopped
 from nanodag.train.setup import PreparedStage
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, MetricsLog, finish, load_job
@@ -39,21 +39,23 @@ def main() -> None:
         log.info("Stopped on request at step %d, with a checkpoint.", loop.progress.step)
         leave(STOPPED_EXIT_CODE)
     stage.export(job.output)
-    stats = _summed_stats(engine, stage.source.stats())
+    stats = _summed_stats(stage)
     if metrics_log is not None:
         metrics_log.close()
         finish(job, metrics=_metrics(loop, stats), cost=_cost(job, stage, loop, start_seconds))
     leave()
 
 
-def _summed_stats(engine: TrainEngine, stats: dict[str, Any]) -> dict[str, Any]:
-    totals: dict[str, Any] = _sums(engine, {n: value for n, value in sorted(stats.items()) if isinstance(value, int)})
+def _summed_stats(stage: PreparedStage) -> dict[str, Any]:
+    stats = stage.source.stats()
+    totals: dict[str, Any] = _sums(stage, {n: value for n, value in sorted(stats.items()) if isinstance(value, int)})
     sources = map(dict, stats["sources"])
-    return totals | {"rows_trained": [{"url": source.pop("url"), **_sums(engine, source)} for source in sources]}
+    return totals | {"rows_trained": [{"url": source.pop("url"), **_sums(stage, source)} for source in sources]}
 
 
-def _sums(engine: TrainEngine, counts: dict[str, int]) -> dict[str, int]:
-    return dict(zip(counts, map(int, engine.summed(*map(float, counts.values()))), strict=True))
+def _sums(stage: PreparedStage, counts: dict[str, int]) -> dict[str, int]:
+    own = stage.group.counted(*map(float, counts.values()))
+    return dict(zip(counts, map(int, stage.engine.summed(*own)), strict=True))
 
 
 def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:

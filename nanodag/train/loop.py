@@ -76,8 +76,10 @@ class Loop:
         progress, engine = self.progress, self.engine
         batches = self.source.take(self.stage.data.micro_batches)
         count, tokens, num_waiting = engine.summed(
-            float(sum(map(self.stage.objective.count, batches))),
-            float(sum(batch.num_tokens for batch in batches)),
+            *self.stage.group.counted(
+                float(sum(map(self.stage.objective.count, batches))),
+                float(sum(batch.num_tokens for batch in batches)),
+            ),
             float(self.source.is_waiting),
         )
         if num_waiting == engine.world_size:

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanodag.model.attention import Attend, Packed, on_device, sequences_of_documents
 from nanodag.model.decoder import IGNORED
 from nanodag.train.packing import Batch
+from nanodag.train.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
     from nanodag.train.setup import PreparedStage
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
     """A micro-batch on the device: (B, T) each, as in nanodag.train.packing.Batch. attend: inside its documents.
-    label_places: (N,) int64, where predictions with loss are in the flattened labels."""
+    label_places: (N,) int64, where predictions with loss are in the flattened labels. Where ranks share it, this one's
+    part of all rows one after the other, (1, B * T / ranks)."""
 
     input_ids: Tensor
     labels: Tensor
@@ -32,21 +34,22 @@ class DeviceBatch:
     label_places: Tensor
 
 
-def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
+def to_device(batch: Batch, device: torch.device, group: SequenceGroup = ALONE) -> DeviceBatch:
     """Move a batch of arrays to a device, with what would have to be read back from there: a GPU that is asked for a
-    number is waited for."""
+    number is waited for. group: of the ranks that share it."""
     sequences = sequences_of_documents(batch.document_ids)
     if batch.continued is not None:
         starts, length = sequences[:, 0], batch.document_ids.shape[1]
         behind = batch.continued.ravel()[starts]
         first = np.searchsorted(starts, starts // length * length)  # sequence at the begin of its row
         sequences[:, 2] = np.where(behind < 0, -1, first + behind)
+    ids, labels, positions = (group.part(array) for array in (batch.input_ids, batch.labels, batch.position_ids))
     return DeviceBatch(
-        input_ids=on_device(batch.input_ids, device),
-        labels=on_device(batch.labels, device),
-        position_ids=on_device(batch.position_ids, device),
-        attend=Packed(sequences),
-        label_places=on_device(np.flatnonzero(batch.labels != IGNORED), device),
+        input_ids=on_device(ids, device),
+        labels=on_device(labels, device),
+        position_ids=on_device(positions, device),
+        attend=group.attention(Packed(sequences), batch.labels.size),
+        label_places=on_device(np.flatnonzero(labels != IGNORED), device),
     )
 
 
@@ -87,5 +90,10 @@ class Objective(Protocol):
 class NextToken(Objective):
     """-log p of each label, in nats."""
 
+    group = ALONE
+
+    def begin(self, stage: "PreparedStage") -> None:
+        self.group = stage.group
+
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return next_token_loss(engine, to_device(batch, engine.device)), {}
+        return next_token_loss(engine, to_device(batch, engine.device, self.group)), {}

@@ -42,6 +42,7 @@ from nanodag.train.held_out_rows import HeldOutRows, held_out_rows, kept_table
 from nanodag.train.objective import NextToken, Objective
 from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
+from nanodag.train.sequence_parallel import SequenceGroup, join
 from nanodag.train.validation import ValidationLoss, core_accuracies, greedy, score_objective, score_text, uncompiled
 from nanodag.worker.job import Job
 
@@ -74,9 +75,11 @@ class PreparedStage:
             offload=config.resources,
         )
         torch.manual_seed(int(config.seed) * 1000 + engine.rank)
+        self.group = join(config.sequence_parallel, str(config.resources.device))
+        self.group.check(self.model.architecture)
         self.checkpoints = Checkpoints(job.checkpoints, keep=config.keep_checkpoints)
         self.checkpoint = newest_of_all(self.checkpoints, engine)
-        self.data, self.objective = Data(job, self.tokenizer_path, engine), function_at(config.objective)()
+        self.data, self.objective = Data(job, self.tokenizer_path, engine, self.group), function_at(config.objective)()
         size = size_of(job.inputs.get("model", self.tokenizer_path), self.model.architecture)
         self.num_steps = self.data.num_steps(self.checkpoint)
         self.flops_per_token = size.training_flops(config.sequence_length)
@@ -186,12 +189,12 @@ def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
 class Data:
     """The stage's sources as token batches for this rank."""
 
-    def __init__(self, job: Job, tokenizer_path: Path, engine: TrainEngine) -> None:
+    def __init__(self, job: Job, tokenizer_path: Path, engine: TrainEngine, group: SequenceGroup) -> None:
         config: SupervisedStage = job.config
-        self._config, self._engine, self._job = config, engine, job
+        self._config, self._engine, self._job, self._group = config, engine, job, group
         micro = int(config.micro_batch_tokens)
         self._rows = micro // config.sequence_length
-        self.micro_batches = int(config.batch_tokens) // (micro * engine.world_size)
+        self.micro_batches = int(config.batch_tokens) // (micro * group.num_groups)
         self._tokenizer_path = tokenizer_path
         self._arguments: dict[str, Any] = {
             "tokenizer_path": tokenizer_path,
@@ -199,8 +202,8 @@ class Data:
             "batch_rows": self._rows,
             "sequence_length": config.sequence_length,
             "seed": int(config.seed),
-            "rank": engine.rank,
-            "world": engine.world_size,
+            "rank": group.number,
+            "world": group.num_groups,
             "mirror": job.mirror,
             "tokenising_threads": tokenising_threads(
                 engine.device.type, cores=usable_cores(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -260,7 +263,7 @@ class Data:
             log.warning("No source has held_out: this stage is not validated.")
             return None
         encoding, engine = Encoding(self._tokenizer_path), self._engine
-        rank, world, pad_id = engine.rank, engine.world_size, encoding.pad_id
+        rank, world, pad_id = self._group.number, self._group.num_groups, encoding.pad_id
         is_text = isinstance(objective, NextToken)
         if is_text:
             rows = self._held_out_rows(sources)
@@ -280,7 +283,7 @@ class Data:
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32, device=engine.device)
         encoding_bytes = torch.from_numpy(encoding.token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
-        return partial(score_text, engine, token_bytes, batches)
+        return partial(score_text, engine, token_bytes, batches, self._group)
 
     def reference(self) -> dict[int, tuple[float, float]]:
         """Log-probabilities of both answers of every pair, by its key, of the weights that the engine holds: those of a

@@ -29,6 +29,7 @@ from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.objective import Objective, means_of, to_device
 from nanodag.train.packing import Batch
+from nanodag.train.sequence_parallel import ALONE, SequenceGroup
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import Watch, run_worker
 
@@ -66,19 +67,21 @@ def score_objective(engine: TrainEngine, objective: Objective, batches: Sequence
 
 
 @torch.no_grad()
-def score_text(engine: TrainEngine, token_bytes: Tensor, batches: Sequence[Batch]) -> ValidationLoss:
+def score_text(
+    engine: TrainEngine, token_bytes: Tensor, batches: Sequence[Batch], group: SequenceGroup = ALONE
+) -> ValidationLoss:
     """The mean of the next token's loss over held-out batches, and its bits a byte. token_bytes: (V,) int32 on the
-    engine's device, bytes of each token. All ranks take as many batches."""
+    engine's device, bytes of each token. All ranks take as many batches. group: of the ranks that share them."""
     # nats, labels, nats of labels with bytes, bytes
     totals = torch.zeros(4, dtype=torch.float64, device=engine.device)
     for batch in batches:
-        moved = to_device(batch, engine.device)
+        moved = to_device(batch, engine.device, group)
         logprobs, _ = engine(
             moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
         )
         num_bytes = token_bytes[moved.labels[moved.labels >= 0]]
         nats = -logprobs.double()
-        text_bytes = num_bytes.sum().double() - batch.surplus_bytes
+        text_bytes = num_bytes.sum().double() - group.counted(batch.surplus_bytes)[0]
         totals += torch.stack([nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), text_bytes])
     nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
     bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)

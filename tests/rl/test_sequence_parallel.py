@@ -7,7 +7,7 @@ from benchmarks import long_rows
 from nanodag.errors import ConfigError
 from nanodag.model.folder import load
 from nanodag.rl.trainer.policy import Policy
-from nanodag.rl.trainer.sequence_parallel import SequenceGroup
+from nanodag.train.sequence_parallel import SequenceGroup
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, on, run
 

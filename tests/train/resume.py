@@ -44,6 +44,7 @@ class Case:
     weight_decay: float
     keeps_best: bool
     precision: str = "fp32"
+    sequence_parallel: int = 1
 
     def __str__(self) -> str:
         return "-".join(map(str, astuple(self)))
@@ -55,6 +56,7 @@ class Case:
         return {
             "zero_stage": self.zero_stage,
             "precision": self.precision,
+            "sequence_parallel": self.sequence_parallel,
             "patience": 100 if self.keeps_best else 0,
             "resources": {**stages.RESOURCES, "num_ranks": self.num_ranks},
             "optimizer": {

@@ -1,5 +1,7 @@
 """Stages on several ranks, interrupted and started again: the full product is `python -m tests.train.resume`."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanodag.errors.words import counted
@@ -8,6 +10,7 @@ from tests.train.resume import STEPS, Case, Stages, pairs
 KILLED = Case(zero_stage=1, num_ranks=2, optimizer="muon", ended="killed", weight_decay=0.1, keeps_best=True)
 STOPPED = Case(zero_stage=3, num_ranks=2, optimizer="adamw", ended="stopped", weight_decay=0.0, keeps_best=False)
 ROWS = Case(zero_stage=2, num_ranks=2, optimizer="normuon", ended="killed", weight_decay=0.1, keeps_best=True)
+SHARED = replace(STOPPED, ended="killed", keeps_best=True, sequence_parallel=2)
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +18,7 @@ def runs(tmp_path_factory):
     return Stages(tmp_path_factory.mktemp("resume"))
 
 
-@pytest.mark.parametrize("case", [KILLED, STOPPED, ROWS], ids=str)
+@pytest.mark.parametrize("case", [KILLED, STOPPED, ROWS, SHARED], ids=str)
 def test_two_ranks_that_were_interrupted_end_on_the_same_bytes(runs, case):
     assert runs.differences(case) == []
 

@@ -13,10 +13,10 @@ from nanodag.rl.advantages import distilled, process_grpo, reward_of_last, step_
 from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.policy import ByRow, Parts, Reference, Rows, check_beside
-from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import ServedTeacher, TeacherServer
 from nanodag.rl.trainer.update import DeviceSums, Scored, kl_of_rollouts, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.sequence_parallel import SequenceGroup
 
 
 class Credit:

@@ -17,8 +17,8 @@ from nanodag.errors import TrainingDiverged
 from nanodag.model.folder import CausalModel
 from nanodag.rl.advantages import gae
 from nanodag.rl.trainer.policy import ByRow, DeviceRow, Rows, engine_of, hidden_states, trained_decoder
-from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
 from nanodag.rl.trainer.update import DeviceSums
+from nanodag.train.sequence_parallel import ALONE, SequenceGroup
 
 FOLDER = "critic"
 

@@ -21,10 +21,10 @@ from nanodag.model.folder import CausalModel, load
 from nanodag.model.headers import faults_of_config
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.trainer.rows import MicroBatch
-from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import FrozenModel, TrainEngine
 from nanodag.train.lent_memory import LentMemory
+from nanodag.train.sequence_parallel import ALONE, SequenceGroup, Share
 
 
 @dataclass(frozen=True, slots=True)

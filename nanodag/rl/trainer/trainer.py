@@ -44,7 +44,6 @@ from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.policy import ByRow, DeviceRow, Policy, Reference, Rows, engine_of, to_row, trained_decoder
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, Scores, replayed_sums, write_scores
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.device import give_back, held_memory, traced
@@ -53,6 +52,7 @@ from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
+from nanodag.train.sequence_parallel import join
 from nanodag.worker.children import ignore_stop_signals
 from nanodag.worker.job import Job, logs, read_job
 

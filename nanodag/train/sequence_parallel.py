@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -81,6 +82,10 @@ class SequenceGroup:
             functional.pad(ids, padding)[None, start : start + size] for ids in (token_ids, position_ids)
         )
         return Share(tokens, positions, places, predictors[places] - start, targets[None, places])
+
+    def part(self, rows: np.ndarray) -> np.ndarray:
+        """This rank's part of rows (B, T) that lie one after the other: (1, B * T / S); where it is alone, the rows."""
+        return rows if self.size == 1 else rows.reshape(self.size, 1, -1)[self.place]
 
     def attention(self, attend: Attend, num_tokens: int) -> Attend:
         """An Attend of parts of a row, by one of the whole row of num_tokens."""
