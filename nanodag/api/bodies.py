@@ -211,7 +211,12 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
     try:
         body = model.model_validate(_without_nulls(content))
     except ValidationError as error:
-        raise _explained(error) from error
+        problem = error.errors(include_url=False, include_context=False)[0]
+        # Names of classes and types tell which form of a union was tried.
+        parts = [str(part) for part in problem["loc"] if not str(part).endswith(("]", "Tool")) and part not in _FORMS]
+        place = ".".join(parts)[:200]
+        found = shortened(problem["input"])
+        raise Refused(f"{place or 'the body'}: {problem['msg']} (found {found})", param=place or None) from error
     for name, value in body.further.items():
         if name not in HARMLESS and name not in SGLANG_SAMPLING and NEUTRAL.get(name) != value:
             raise Refused(f"there is no field {name[:80]!r} here: leave it out", param=name[:80])
@@ -237,15 +242,6 @@ def _without_nulls(content: dict[str, Any]) -> Any:
 
     messages = content.get("messages")
     return kept(content | {"messages": list(map(kept, messages))} if isinstance(messages, list) else content)
-
-
-def _explained(error: ValidationError) -> Refused:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    # Names of classes and types tell which form of a union was tried.
-    parts = [str(part) for part in problem["loc"] if not str(part).endswith(("]", "Tool")) and part not in _FORMS]
-    place = ".".join(parts)[:200]
-    found = shortened(problem["input"])
-    return Refused(f"{place or 'the body'}: {problem['msg']} (found {found})", param=place or None)
 
 
 _FORMS = ("constrained-str", "str", "dict", "list")

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from socket import inet_aton
 from typing import Annotated, Any, Literal
@@ -154,8 +155,9 @@ class ServerConfig(Section):
     def check_settings(self) -> None:
         if ":" in self.host:
             raise ValueError(f"host {self.host!r} is of IPv6, which is not built; use 127.0.0.1, or an IPv4 address")
-        if _is_unspecified(self.host):
-            raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
+        with suppress(OSError):  # no address
+            if inet_aton(self.host) == bytes(4):  # which reads `0` as the system does
+                raise ValueError(f"host {self.host!r} is every interface; name the one that others reach")
         if not is_loopback(self.host) and self.password_file == "none":
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines, and who reaches Prefect's server runs "
@@ -171,13 +173,6 @@ class ServerConfig(Section):
                     "database holds a password, which every run's record would show; leave it out and give it by "
                     "PGPASSWORD or ~/.pgpass"
                 )
-
-
-def _is_unspecified(host: str) -> bool:
-    try:
-        return inet_aton(host) == bytes(4)  # which reads `0` as the system does
-    except OSError:
-        return False
 
 
 def _fills_what_there_is(text: str) -> None:

@@ -93,12 +93,20 @@ class HubSource(Source):
     @cached_property
     def _files(self) -> list[RemoteFile] | None:
         """The split's files in the hub's order; None where they are not parquet."""
+        from fsspec.core import url_to_fs
+
         by_split = self._builder.config.data_files or {}
         with self._reading():
             if self._path.split not in by_split:
                 raise ValueError(f"there is no split {self._path.split!r}, but {', '.join(by_split) or 'none'}")
             urls = [str(url) for url in by_split[self._path.split]]
-            return _sized(urls) if all(url.endswith(".parquet") for url in urls) else None
+            if not all(url.endswith(".parquet") for url in urls):
+                return None
+            paths = [url_to_fs(url) for url in urls]
+            folders = {path.rpartition("/")[0]: fs for fs, path in paths}  # listing them tells the files' sizes
+            listed = [entry for folder, fs in folders.items() for entry in fs.ls(folder, detail=True)]
+            sizes = {entry["name"]: entry["size"] for entry in listed}
+            return [RemoteFile(url, int(sizes.get(path) or 0)) for url, (_, path) in zip(urls, paths, strict=True)]
 
     @cached_property
     def _is_small(self) -> bool:
@@ -125,16 +133,6 @@ class HubSource(Source):
 
 def _name_of(path: HubPath) -> dict[str, str]:
     return {"kind": "hub", "name": path.name, "config": path.config, "split": path.split}
-
-
-def _sized(urls: list[str]) -> list[RemoteFile]:
-    """Files with their sizes, which listing their folders tells."""
-    from fsspec.core import url_to_fs
-
-    paths = [url_to_fs(url) for url in urls]
-    folders = {path.rpartition("/")[0]: fs for fs, path in paths}
-    sizes = {entry["name"]: entry["size"] for folder, fs in folders.items() for entry in fs.ls(folder, detail=True)}
-    return [RemoteFile(url, int(sizes.get(path) or 0)) for url, (_, path) in zip(urls, paths, strict=True)]
 
 
 def mirrored_files(url: SourceURL, mirror: Path) -> list[Path]:

@@ -240,8 +240,12 @@ class Roster:
             raise SamplerLost("the stage is ending")
         self._take_up(replica, server, client, weights)
         self.num_restarts += replica.is_own
-        if replica.is_awaited:
-            await self._is_back(replica)
+        if replica.is_awaited:  # in another's place, and not up yet
+            if self._is_paused:
+                with suppress(SamplerLost):  # then whoever asks it next meets it
+                    await self._pause_one(replica, replica.client)
+                if not self._is_paused:  # any more
+                    await self._resume(replica)
             self.has_come(replica)
         else:
             await self._take_current(replica)
@@ -303,14 +307,6 @@ class Roster:
         except replica.faults as error:
             self.noticed(replica, server, error)
         replica.watch.is_excused = False
-
-    async def _is_back(self, replica: Replica) -> None:
-        """Called with one whose server was started in another's place, before it is up."""
-        if self._is_paused:
-            with suppress(SamplerLost):  # then whoever asks it next meets it
-                await self._pause_one(replica, replica.client)
-            if not self._is_paused:  # any more
-                await self._resume(replica)
 
     def have_weights(self, folder: Path, version: Any) -> None:
         """Have every engine that is started again, or comes back, from now on begin with these weights."""

@@ -73,31 +73,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dict__["__getattr__"] = _Missing(module.__name__).__getattr__
 
 
-def _declare_operators() -> object:
-    """The library must be kept: the operators go with it."""
+if os.environ.get(CPU_VARIABLE) == "1":
+    sys.meta_path.insert(0, _Finder())
     import torch
 
-    library = torch.library.Library("torchvision", "DEF")
+    LIBRARY = torch.library.Library("torchvision", "DEF")  # kept: the operators go with it
     for operator in OPERATORS:
-        library.define(operator)
-    return library
-
-
-def _listen_on_its_address_only() -> None:
+        LIBRARY.define(operator)
+if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
+    end_with_starter()
     import sglang  # noqa: F401 - it sets variables that torch reads when it is imported
 
     from nanodag.inference.bound_store import BoundStore
 
     # Not by its attribute: torch.distributed has a function of that name in the module's place.
     sys.modules["torch.distributed.rendezvous"].TCPStore = BoundStore  # type: ignore[attr-defined]
-
-
-if os.environ.get(CPU_VARIABLE) == "1":
-    sys.meta_path.insert(0, _Finder())
-    _KEPT = _declare_operators()
-if __name__ in ("__main__", "__mp_main__"):  # the server, and what it spawns
-    end_with_starter()
-    _listen_on_its_address_only()
 if not _WAS_THERE:
     sys.path.remove(_ROOT)  # by its name: what was imported since may have added others
 

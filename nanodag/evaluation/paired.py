@@ -76,6 +76,8 @@ def paired(a: Records, b: Records, metric: str) -> PairedDifference:
     is_share = bool(((both >= 0) & (both <= 1)).all() and (weights == 1).all())
     low, high = student(mean, stderr, freedom, (-1.0, 1.0) if is_share else UNBOUNDED)
     higher, lower = int((differences > 0).sum()), int((differences < 0).sum())
+    # McNemar's, two-sided: of the items that changed, each went either way with chance 1/2.
+    exact_p = min(1.0, 2 * float(bdtr(min(higher, lower), higher + lower, 0.5)))
     is_exact = stderr <= 1e-9 * abs(mean) or bool(np.isin(both, (0, 1)).all())
     return PairedDifference(
         num_items=len(names),
@@ -85,7 +87,7 @@ def paired(a: Records, b: Records, metric: str) -> PairedDifference:
         stderr=stderr,
         low=low,
         high=high,
-        p_value=mcnemar(higher, lower) if is_exact else student_p(mean, stderr, freedom),
+        p_value=exact_p if is_exact else student_p(mean, stderr, freedom),
         num_higher=higher,
         num_lower=lower,
     )
@@ -107,11 +109,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             raise SourceError(f"{path}, line {number}: not a record with id and scores ({error}).") from error
         records.append(record)
     return records
-
-
-def mcnemar(num_higher: int, num_lower: int) -> float:
-    """Two-sided exact p-value of McNemar's test: of the items that changed, each went either way with chance 1/2."""
-    return min(1.0, 2 * float(bdtr(min(num_higher, num_lower), num_higher + num_lower, 0.5)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

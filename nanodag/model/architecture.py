@@ -122,7 +122,11 @@ def read_checkpoint(path: Path, model_code: str = "") -> ModelFolder:
     with _described_by(config_path):
         is_own = (model_code or config.get(MODEL_CODE, "own")) == "own"
         architecture = (_architecture if is_own else _by_transformers)(config, config_path)
-        _check_sizes(architecture, config_path)
+        for name in (*SIZES, "vocab_size"):
+            if getattr(architecture, name) < 1:
+                raise BadRequest(f"{config_path}: {name} is {getattr(architecture, name)}")
+        if (depth := architecture.num_layers) > MOST_LAYERS:
+            raise BadRequest(f"{config_path}: num_layers is {depth}; at most {MOST_LAYERS} are built here")
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -180,14 +184,6 @@ def _described_by(config_path: Path) -> Iterator[None]:
 
 
 SIZES = ("head_dim", "hidden_size", "intermediate_size", "max_positions", "num_heads", "num_kv_heads", "num_layers")
-
-
-def _check_sizes(architecture: Architecture, source: Path) -> None:
-    for name in (*SIZES, "vocab_size"):
-        if getattr(architecture, name) < 1:
-            raise BadRequest(f"{source}: {name} is {getattr(architecture, name)}")
-    if architecture.num_layers > MOST_LAYERS:
-        raise BadRequest(f"{source}: num_layers is {architecture.num_layers}; at most {MOST_LAYERS} are built here")
 
 
 LAYER_UNIT = 16

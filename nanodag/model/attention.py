@@ -155,19 +155,15 @@ def _plain(sequences: Sequences, places: Places, device: torch.device) -> Flat:
         for in_rows in classes:
             rows = [_picked(tensor, in_rows) for tensor in (query, key, value)]
             key_rows, value_rows = (tensor.repeat_interleave(repeats, dim=1) for tensor in rows[1:])
-            mask = _band(in_rows.shape[1], window, device)
+            length = in_rows.shape[1]
+            mask = None  # each query sees all before it
+            if window is not None and window < length:
+                mask = torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
             out = scaled_dot_product_attention(rows[0], key_rows, value_rows, mask, is_causal=mask is None)
             results.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(results).index_select(0, back if asking is None else back[asking])
 
     return attend
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(T, T) bool, the keys that each query sees through a window; None where it sees all before it."""
-    if window is None or window >= length:
-        return None
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def length_classes(sequences: Sequences, ratio: float) -> tuple[list[np.ndarray], np.ndarray]:

@@ -53,7 +53,10 @@ def c_library(source: Path, what: str, functions: Mapping[str, tuple[Any, Any]])
 def _built(source: Path, compiler: str) -> Path:
     """The shared library, made now or found. Two processes may build it at once: each renames its own into place."""
     texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
-    identity = "\0".join([*texts, compiler, *FLAGS, _processor()])
+    facts = processor_facts()  # `-march=native` looks at them: a home folder may be shared by machines of several kinds
+    fields = [f"{name}: {facts[name]}" for name in ("model name", "flags", "Features", "CPU part") if name in facts]
+    processor = "\n".join(fields) or platform.platform() + platform.processor()
+    identity = "\0".join([*texts, compiler, *FLAGS, processor])
     path = cache_folder() / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -62,14 +65,6 @@ def _built(source: Path, compiler: str) -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
             made.replace(path)
     return path
-
-
-def _processor() -> str:
-    """Description of the processor, which `-march=native` looks at: a home folder may be shared by machines of several
-    kinds."""
-    facts = processor_facts()
-    fields = [f"{name}: {facts[name]}" for name in ("model name", "flags", "Features", "CPU part") if name in facts]
-    return "\n".join(fields) or platform.platform() + platform.processor()
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:

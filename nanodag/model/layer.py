@@ -151,17 +151,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x, rms_norm(x, weight, eps)
-
-
 def _rotated(x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     first, second = (x if gain is None else rms_norm(x, gain, eps)).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
 
 
 class RowNorm(torch.autograd.Function):
@@ -261,5 +253,10 @@ _TYPES = ([c_void_p, c_int64, c_int64], None)
 _library = cache(partial(c_library, SOURCE, "the layers of training on a CPU", dict.fromkeys(_NAMES, _TYPES)))
 
 
-TORCH = Operations(_normed, _rotated, _gated, functional.linear)
+TORCH = Operations(
+    norm=lambda x, weight, eps: (x, rms_norm(x, weight, eps)),
+    rotate=_rotated,
+    gate=lambda gate, up: functional.silu(gate) * up,
+    linear=functional.linear,
+)
 OWN = Operations(RowNorm.apply, Rotated.apply, Gated.apply, cpu_linear.linear)

@@ -259,7 +259,15 @@ def score_batch(
     hidden = forward(ids, positions, want="hidden", attend=attend, attend_last=attend_last, places=at)[0]  # (M, D)
     with head() as weight:
         logprobs, greedy = _score_targets(weight, hidden, torch.from_numpy(rows), torch.from_numpy(batch.targets), cap)
-    return _collect([question for _, question in batch.questions], logprobs, greedy)
+    scores: list[list[AnswerScore]] = []
+    start = 0
+    for _, question in batch.questions:
+        scores.append([])
+        for answer in question.answers:
+            end = start + len(answer)
+            scores[-1].append(AnswerScore(sum(logprobs[start:end]), all(greedy[start:end])))
+            start = end
+    return scores
 
 
 def _score_targets(
@@ -345,15 +353,3 @@ def _places(parts: Sequence[Part], starts: np.ndarray, number: int, first: int) 
         if begin <= first:
             return [place for places in reversed(runs) for place in places]
         number = behind
-
-
-def _collect(questions: Sequence[Question], logprobs: list[float], greedy: list[bool]) -> list[list[AnswerScore]]:
-    scores: list[list[AnswerScore]] = []
-    start = 0
-    for question in questions:
-        scores.append([])
-        for answer in question.answers:
-            end = start + len(answer)
-            scores[-1].append(AnswerScore(sum(logprobs[start:end]), all(greedy[start:end])))
-            start = end
-    return scores

@@ -61,11 +61,6 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(rf"^\s*{marker}[\s:]*\w", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def number_bullets(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `* ` or `-`."""
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
-
-
 def highlighted_sections(text: str, *, num_highlights: int) -> bool:
     """*so* or **so**, with something between the marks; bullets are none."""
     double = re.findall(r"\*\*([^\n*]+)\*\*", text)
@@ -101,11 +96,6 @@ def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
     return answer.startswith(request) and len(answer) > len(request)
 
 
-def quotation(text: str) -> bool:
-    bare = text.strip()
-    return len(bare) > 2 and bare[0] == bare[-1] == '"'
-
-
 RULES: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, *, keywords: all(_times(text, word) for word in keywords),
     "keywords:frequency": lambda text, *, keyword, frequency, relation: _compare(
@@ -127,7 +117,9 @@ RULES: dict[str, Callable[..., bool]] = {
         len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
     ),
     "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullets,
+    "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (  # lines that begin with `* ` or `-`
+        len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
+    ),
     "detectable_format:constrained_response": lambda text: sum(text.count(answer) for answer in _CONSTRAINED) == 1,
     "detectable_format:number_highlighted_sections": highlighted_sections,
     "detectable_format:multiple_sections": multiple_sections,
@@ -138,7 +130,7 @@ RULES: dict[str, Callable[..., bool]] = {
     "startend:end_checker": lambda text, *, end_phrase: (
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
-    "startend:quotation": quotation,
+    "startend:quotation": lambda text: re.fullmatch(r'\s*".+"\s*', text, re.DOTALL) is not None,
     "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: _compare(
         sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency
     ),

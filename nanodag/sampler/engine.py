@@ -286,11 +286,18 @@ class Engine:
         ended, broken = self.steps.draw(table.num_rows)
         self.num_generated_tokens += num_active - len(broken)
         if len(broken):
-            self._end_broken(broken)
+            reason = self._not_finite()
+            for row in broken.tolist():
+                self._held.pop(row, None)
+                self.model.clear(row)
+                self._end(table.empty(row), reason)
         if len(table.watched_rows):
             ended = self._report_watched(ended)
         for row in ended.tolist():
-            self._end_row(row)
+            last = int(table.tokens[row])
+            stopped = last in table.stop_ids[row]
+            reason = FinishReason(type="stop", matched=last) if stopped else FinishReason(type="length")
+            self._end(self._empty(row), reason)
         if not self.waiting:
             self._compact()
 
@@ -387,23 +394,10 @@ class Engine:
             names = {row: target, target: row}
             self._held = {names.get(other, other): held for other, held in self._held.items()}
 
-    def _end_row(self, row: int) -> None:
-        table = self.table
-        last = int(table.tokens[row])
-        stopped = last in table.stop_ids[row]
-        self._end(self._empty(row), FinishReason(type="stop", matched=last) if stopped else FinishReason(type="length"))
-
     def _end(self, sample: ActiveSample, reason: FinishReason, text: str | None = None) -> None:
         if text is None:
             text = self._text_of(sample, reason)
         sample.running.listener(sample.index, completion(sample, reason, self.weight_version, text))
-
-    def _end_broken(self, rows: np.ndarray) -> None:
-        reason = self._not_finite()
-        for row in rows.tolist():
-            self._held.pop(row, None)
-            self.model.clear(row)
-            self._end(self.table.empty(row), reason)
 
     def _not_finite(self) -> FinishReason:
         return FinishReason(

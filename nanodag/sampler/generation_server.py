@@ -113,16 +113,12 @@ class SamplerServer:
             )
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                prompt = await self._token_ids(prompt)
+                if self.engine.text is None:
+                    raise BadRequest(f"text needs a tokenizer, and there is none in {self.engine.checkpoint.path}")
+                async with self._tokenizing:  # off the event loop, one at a time: the others' requests go on
+                    prompt = await asyncio.to_thread(self.engine.text.encode, prompt)
             requests.append(body.request(index, prompt, f"embedded-{next(self._numbers)}"))
         return requests
-
-    async def _token_ids(self, text: str) -> list[int]:
-        """Off the event loop, one text at a time: the others' requests go on."""
-        if self.engine.text is None:
-            raise BadRequest(f"text needs a tokenizer, and there is none in {self.engine.checkpoint.path}")
-        async with self._tokenizing:
-            return await asyncio.to_thread(self.engine.text.encode, text)
 
     async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]]:
         """Wait for all samples of all requests, by request. Raises Left where the client went away before the last."""

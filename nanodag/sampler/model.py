@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.protocol import Top
-from nanodag.model.architecture import Architecture, Rope
+from nanodag.model.architecture import Architecture
 from nanodag.model.rope import rope_frequencies, rope_scale
 from nanodag.sampler.drawing import prompt_scores
 from nanodag.sampler.kernel import CACHE_BLOCK, Buffers, Kernel, bind
@@ -53,7 +53,10 @@ class SamplerModel:
 
     def __post_init__(self) -> None:
         self.device, a = self.weights.head.device, self.architecture
-        self.rotations = _rotations(a.rope, a.head_dim, self.capacity).to(self.device)
+        # In float32 throughout, as transformers computes it.
+        angles = torch.arange(self.capacity, dtype=torch.float32)[:, None] * rope_frequencies(a.rope, a.head_dim)
+        scale = rope_scale(a.rope)
+        self.rotations = torch.complex(angles.cos() * scale, angles.sin() * scale).to(self.device)
         self.make_cache()
 
     def use(self, weights: NamedTensors) -> None:
@@ -294,10 +297,3 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """(N, in) float32, (in, out) of either dtype -> (N, out) float32, plus bias."""
     product = (x.to(matrix.dtype) @ matrix).float()
     return product if bias is None else product.add_(bias)
-
-
-def _rotations(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-    """(C, D/2) complex64: scale * e^(i * position * frequency), in float32 throughout, as transformers computes it."""
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rope_frequencies(rope, head_dim)
-    scale = rope_scale(rope)
-    return torch.complex(angles.cos() * scale, angles.sin() * scale)

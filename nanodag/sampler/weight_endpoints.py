@@ -106,7 +106,11 @@ class WeightEndpoints:
         await body_of(http, bodies.WeightsCheckerBody)
         adapters = self.engine.model.weights.adapters
         if self._received is not None and adapters is None:
-            fingerprints = await self._check_received(self._received)
+            if await self.traffic.in_loop(self.engine.model.weights.sums) != self._received.sums:
+                raise SamplerError("the weights in memory are not those that were broadcast")
+            # Shielded: who asks next needs them too.
+            of_buckets = await asyncio.shield(asyncio.gather(*self._received.fingerprints))
+            fingerprints = {name: fingerprint for bucket in of_buckets for name, fingerprint in bucket.items()}
         else:
             fingerprints = await self._check_made(adapters, self.engine.checkpoint.path)
         place = {name: int(name.endswith("size")) for name in RANK_NAMES}
@@ -224,13 +228,6 @@ class WeightEndpoints:
         async with self.traffic.paused():
             await self.traffic.in_loop(lambda: self.engine.update_weights(weights, path, version))
             self._received = received
-
-    async def _check_received(self, received: _Received) -> dict[str, str]:
-        sums = await self.traffic.in_loop(self.engine.model.weights.sums)
-        if sums != received.sums:
-            raise SamplerError("the weights in memory are not those that were broadcast")
-        of_buckets = await asyncio.shield(asyncio.gather(*received.fingerprints))  # who asks next needs them too
-        return {name: fingerprint for bucket in of_buckets for name, fingerprint in bucket.items()}
 
     async def _check_made(self, adapters: AdapterBuilder | None, path: Path) -> dict[str, str]:
         weights = await asyncio.to_thread(adapters.whole if adapters else lambda: self.engine.load(path))

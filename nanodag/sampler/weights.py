@@ -192,8 +192,10 @@ class WeightsBuilder:
         norm = take(prefix + "input_layernorm.weight", (a.hidden_size,))
         mlp_norm = take(prefix + "post_attention_layernorm.weight", (a.hidden_size,))
         gate_and_up = [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]
+        # The gain folded in: it takes x / |x| where the checkpoint's takes gain * x / rms(x).
+        qkv = (_fuse_heads(projections, a) * (norm * a.hidden_size**0.5)).t()
         return LayerWeights(
-            qkv=_stored(_fold_gain(norm, _fuse_heads(projections, a)), self.dtype),
+            qkv=_stored(qkv, self.dtype),
             qkv_bias=_fuse_heads(biases, a) if biases else None,
             qk_gain=self._qk_gain(attention) if a.qk_norm else None,
             output=self._turned([attention + "o_proj.weight"], (a.hidden_size, q_width)),
@@ -289,11 +291,6 @@ def _stored(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _kept_dtype(num_elements: int, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if num_elements < MIN_BFLOAT16_ELEMENTS else dtype
-
-
-def _fold_gain(gain: Tensor, matrix: Tensor) -> Tensor:
-    """(H,), (out, H) -> (H, out): the matrix that takes x / |x| where the checkpoint's takes gain * x / rms(x)."""
-    return (matrix * (gain * gain.numel() ** 0.5)).t()
 
 
 def _interleaved(head_dim: int) -> Tensor:

@@ -84,7 +84,13 @@ class RolloutGenerator:
         if self.config.rollout.partial_rollout_tokens:
             await self._rounds(cursor, step, batch)
         else:
-            await self._waves(cursor, step, batch)
+            rollout = self.config.rollout
+            for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
+                prompts = cursor.take(rollout.over_sampling or rollout.num_fresh)
+                num_used = await self._wave(prompts, step, batch)
+                cursor.give_back(prompts[num_used:])
+                if len(batch.kept) == rollout.num_fresh:
+                    break
         self.conclude(cursor, step, batch)
         batch.passed_over = cursor.passed_over()
         batch.seconds = time.monotonic() - began
@@ -178,15 +184,6 @@ class RolloutGenerator:
             else:
                 rest.append(replace(prompt, begun=()))
         return rest
-
-    async def _waves(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
-        rollout = self.config.rollout
-        for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
-            prompts = cursor.take(rollout.over_sampling or rollout.num_fresh)
-            num_used = await self._wave(prompts, step, batch)
-            cursor.give_back(prompts[num_used:])
-            if len(batch.kept) == rollout.num_fresh:
-                break
 
     async def _wave(self, prompts: Sequence[Prompt], step: int, batch: RolloutBatch) -> int:
         """Generate all, judge in order until enough are kept; returns how many were judged."""

@@ -47,8 +47,12 @@ class Records:
         for path in self._weights.glob("step-*"):
             if path.suffix == PARTIAL or int(path.name.rpartition("-")[2]) > resume_step:
                 shutil.rmtree(path)
-        self._metrics = MetricsLog(
-            job, resume_step=resume_step, is_kept=lambda line: not _is_done_again(line, evaluated)
+        self._metrics = MetricsLog(  # without the evaluations that are to be repeated
+            job,
+            resume_step=resume_step,
+            is_kept=lambda line: (
+                line["event"] != "eval" or line["step"] in evaluated.get(line.get("benchmark", HELD_OUT), ())
+            ),
         )
         self._write: Callable[..., None] = partial(self._metrics.write, total=self._config.num_steps)
         self._timeline = step_lines(job.records / "timeline.jsonl", resume_step=resume_step)
@@ -193,8 +197,3 @@ def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
         for p in prompts
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def _is_done_again(line: Mapping[str, Any], evaluated: Mapping[str, Container[int]]) -> bool:
-    """True for a line of metrics.jsonl of an evaluation that is to be repeated."""
-    return line["event"] == "eval" and line["step"] not in evaluated.get(line.get("benchmark", HELD_OUT), ())

@@ -117,17 +117,14 @@ def _value(node: ast.expr) -> Fraction:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
+            base, exponent = _value(left), _value(right)
+            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if exponent.denominator != 1 or abs(exponent) * bits > MAX_BITS:
+                raise ValueError("a power that is no fraction, or too large")
+            return Fraction(base**exponent.numerator)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _bounded(Fraction(_BINARY[type(op)](_value(left), _value(right))))
     raise ValueError(f"{ast.dump(node)} is no arithmetic")
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if exponent.denominator != 1 or abs(exponent) * bits > MAX_BITS:
-        raise ValueError("a power that is no fraction, or too large")
-    return Fraction(base**exponent.numerator)
 
 
 def _bounded(value: Fraction) -> Fraction:

@@ -126,7 +126,12 @@ class Trainer:
         total, norms, skipped_before, rate = DeviceSums(), [], self.engine.updates.num_skipped, 0.0
         self.last_scores = [(part, []) for part in parts]
         for turn, number in enumerate(passes):
-            part, sums, totals = rows[number], DeviceSums(), self._totals(parts[number])
+            part, sums, trained = rows[number], DeviceSums(), [rollout.num_trained for rollout in parts[number]]
+            totals = Totals(
+                num_tokens=sum(trained),
+                num_sequences=sum(n > 0 for n in trained),
+                max_tokens=self.config.rollout.max_new_tokens,
+            )
             for place, row in enumerate(part):
                 with torch.set_grad_enabled(is_trained):
                     logprobs, entropies = self.engine(row)
@@ -301,14 +306,6 @@ class Trainer:
         ranks = {"num_ranks": group.num_groups, "rank": group.number}
         batches = pack(part, budget_tokens=budget, shares_prompts=shares, replays_routes=replays, **ranks)
         return [to_row(batch, self.engine.device) for batch in batches]
-
-    def _totals(self, part: Sequence[Rollout]) -> Totals:
-        trained = [rollout.num_trained for rollout in part]
-        return Totals(
-            num_tokens=sum(trained),
-            num_sequences=sum(n > 0 for n in trained),
-            max_tokens=self.config.rollout.max_new_tokens,
-        )
 
     @torch.no_grad()
     def _scores(self, model: Any, rows: Rows) -> ByRow:
