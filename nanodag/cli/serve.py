@@ -56,8 +56,9 @@ def chat(
         _serve(found_model(run, stage, file), run, also, file, options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    _, folder, _ = found_model(run, stage, file)
-    _hand_over("nanodag.chat", str(folder), *(["--message", message] if message else []))
+    _, folder, facts = found_model(run, stage, file)
+    how = ["--alone"] * (facts.get("has_turns") is False) + ["--no-tools"] * (facts.get("has_calls") is False)
+    _hand_over("nanodag.chat", str(folder), *how, *(["--message", message] if message else []))
 
 
 def serve(
