@@ -40,11 +40,13 @@ from nanodag.inference.protocol import Request, SamplingParams
 
 HELP = """\
 /reset            forget the conversation
+/history          send earlier messages too, or each message alone
 /system TEXT      begin again with this system message; without TEXT, with none
 /tools NAME ...   what the model may call: calculator, python; without NAME, nothing
 /temperature X    0 takes the likeliest token every time
 /tokens N         the longest answer
 /quit             leave; so does the end of input"""
+ALONE = "It was trained on single questions: each message is sent alone. /history changes that."
 TEMPERATURE = 0.8  # until another one is set
 MAX_LINES = 1000  # of the history
 # An editor must know which characters have no width.
@@ -56,19 +58,23 @@ class Dialogue:
     """Messages so far, as the OpenAI API has them, and how they are put to the model.
 
     render: makes a prompt of a request; raises Refused. context: tokens that prompt and answer may have together.
-    tools: names of those that the model may call. toolless: why it may call none though it was asked to.
+    is_alone: each message is sent without those before it. tools: names of those that the model may call. toolless: why
+    it may call none though it was asked to.
     """
 
     render: Callable[[ChatBody], ChatPrompt]
     context: int
     temperature: float
     max_new_tokens: int
+    is_alone: bool = False
     tools: tuple[str, ...] = DEFAULT_TOOLS
     toolless: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
-        """Add a message of the user."""
+        """Add a message of the user, or begin again with it where it is sent alone."""
+        if self.is_alone:
+            self.begin_again()
         self.messages.append({"role": "user", "content": text})
 
     def prompt(self) -> ChatPrompt:
@@ -137,6 +143,9 @@ class Dialogue:
             case "/reset":
                 self.begin_again()
                 return "The conversation begins again."
+            case "/history":
+                self.is_alone = not self.is_alone
+                return ALONE if self.is_alone else "Earlier messages are sent too."
             case "/system":
                 self.begin_again(rest)
                 return "The conversation begins again" + (" with this system message." if rest else ", without one.")
@@ -194,9 +203,7 @@ def chat(options: argparse.Namespace) -> int:
         if model.renderer is None:
             raise SourceError(f"The tokenizer in {folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
-            console.print(
-                f"[dim]Loading {folder} ... (/help for commands; it reads earlier messages too, until /reset)[/dim]"
-            )
+            console.print(f"[dim]Loading {folder} ... (/help for commands) {ALONE if options.alone else ''}[/dim]")
         engines = model.backend
         assert isinstance(engines, Fleet)
         try:
@@ -209,7 +216,9 @@ def chat(options: argparse.Namespace) -> int:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             model = runner.run(with_its_context(model))
             longest = min(options.max_new_tokens, max(1, model.context_length // 2))
-            conversation = Dialogue(partial(chat_prompt, model), model.context_length, TEMPERATURE, longest)
+            tools = () if options.no_tools else DEFAULT_TOOLS
+            how = (model.context_length, TEMPERATURE, longest, options.alone, tools)
+            conversation = Dialogue(partial(chat_prompt, model), *how)
             talk = Talk(conversation, model, runner, console, is_terminal)
             if message is not None:
                 return 0 if talk.hears(sys.stdin.read() if message == "-" else message) else 1
@@ -337,6 +346,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     parser.add_argument("--message", metavar="TEXT", help="the only one; - for the whole of standard input")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="the longest answer")
+    parser.add_argument("--alone", action="store_true", help="each message without those before it")
+    parser.add_argument("--no-tools", action="store_true", help="offer none at first")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     try:
         return chat(parser.parse_args())

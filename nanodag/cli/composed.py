@@ -167,7 +167,7 @@ def sweep(
     path, pipeline, store = settings(changes, preset=preset, file=file)
     name = name or f"sweep-{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     to_build = unfinished(made.pipeline, store.find_run(name))
-    check_before_start(made.pipeline, file=path, remembered=store.local / "checked", to_build=to_build)
+    check_before_start(made.pipeline, store, file=path, to_build=to_build)
     running, parameters = serve(path, pipeline, store, changes)
     parameters |= {"grid": grid, "points": points, "stage": made.stage, "at_once": at_once, "predict": predict}
     code = start_and_watch("Sweep", store, running, "sweep", name, parameters, detach=detach)
@@ -269,7 +269,7 @@ def rerun(
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
     check_gpus(name, resolved, stages, None)
-    check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=stages)
+    check_before_start(pipeline, store, file=path, stages=stages)
     note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(stages)} again; store {store.url}")
     print_warnings(console, resolved.warnings)

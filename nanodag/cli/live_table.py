@@ -1,10 +1,10 @@
 """The live table of a run's stages and the line of a long command; plain lines where the output is no terminal."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
@@ -17,11 +17,9 @@ from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 
 STYLES = {
-    **{"built": "green", "found": "cyan", "starting": "yellow", "running": "yellow"},
+    **{"built": "green", "found": "cyan", "queued": "yellow", "starting": "yellow", "running": "yellow"},
     **{"failed": "red", "stopped": "magenta", "stale": "dark_orange"},
 }
-COLUMNS = ("stage", "state", "", "progress", "reached", "speed", "left", "took", "key")  # without a title: the bar
-NUMBERS = ("progress", "speed", "left", "took")
 BAR_WIDTH = 12
 LINE_EVERY_S = 30.0
 
@@ -57,7 +55,8 @@ class LiveTable(_LiveIfTerminal):
         if self._live is None:
             self._print_changes(stages, state)
         elif stages:
-            self._live.update(stage_table(stages, self._console))
+            lines = [Text(f"{stage.name} {stage.reason}", style="dim") for stage in stages if stage.state == "queued"]
+            self._live.update(Group(stage_table(stages, self._console), *lines))
         else:
             waits = f"Waiting for the run's process, which loads its packages (Prefect: {state['name']})"
             self._live.update(Text(waits, style="dim"))
@@ -78,34 +77,43 @@ def _line(stage: StageProgress) -> str:
     parts = [f"{stage.name:<14} {stage.state:<8}"]
     if stage.state == "running":
         parts.append(stage.amount)
-    parts.append(stage.reached)
+    parts += [stage.reached, stage.reason if stage.state == "queued" else ""]
     if stage.left_s >= 0:
         parts.append(f"{duration(stage.left_s)} left")
-    parts += [stage.speed, duration(stage.elapsed_s) if stage.state != "waiting" else "", stage.key[:12]]
+    parts += [
+        stage.speed,
+        duration(stage.elapsed_s) if stage.state != "waiting" else "",
+        stage.key[:12],
+    ]
     return "  ".join(p for p in parts if p)
 
 
 def stage_table(stages: Sequence[StageProgress], console: Console) -> Table:
-    """Stages with state, progress, loss, reward or score, speed, time left, time taken and key, as wide as the
-    terminal is: where it is narrow, the key is left out, then the bar, then speed."""
-    tables = [_table_of(stages, left_out) for left_out in ((), ("key",), ("key", ""), ("key", "", "speed"))]
+    """Stages with state, a bar, progress, loss, reward or score, speed, time left, time taken and key."""
+    narrow = ("key", "", "speed", "left", "reached")
+    return fitting(console, list(map(_cells, stages)), numbers=("progress", "speed", "left", "took"), narrow=narrow)
+
+
+def fitting(
+    console: Console, rows: Sequence[Mapping[str, RenderableType]], *, numbers: Collection[str], narrow: Sequence[str]
+) -> Table:
+    """A table no wider than the terminal. rows: a cell by its column's title, the first column first. numbers: columns
+    that are aligned to the right. narrow: columns that are left out, in this order, until no line has to be broken."""
     endless = console.options.update(max_width=1000)
-    return next((t for t in tables if Measurement.get(console, endless, t).maximum <= console.width), tables[-1])
-
-
-def _table_of(stages: Sequence[StageProgress], left_out: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    titles = [title for title in COLUMNS if title not in left_out]
-    for title in titles:
-        table.add_column(title, justify="right" if title in NUMBERS else "left", no_wrap=True)
-    for stage in stages:
-        cells = _cells(stage)
-        table.add_row(*(cells[title] for title in titles))
+    for number in range(len(narrow) + 1):
+        titles = [title for title in rows[0] if title not in narrow[:number]]
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for title in titles:
+            table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[title] for title in titles))
+        if Measurement.get(console, endless, table).maximum <= console.width:
+            break
     return table
 
 
 def _cells(stage: StageProgress) -> dict[str, RenderableType]:
-    is_shown = stage.state not in ("waiting", "not run")
+    is_shown = stage.state not in ("waiting", "queued", "not run")
     bar = ProgressBar(total=1.0, completed=stage.done, width=BAR_WIDTH, complete_style="yellow", finished_style="green")
     return {
         "stage": stage.name,

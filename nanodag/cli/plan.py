@@ -6,23 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rich.table import Table
+from rich.text import Text
 
-from nanodag.cli.live_table import make_console
+from nanodag.cli.live_table import fitting, make_console
 from nanodag.cli.show import print_warnings
 from nanodag.config import Resolved, resolve
-from nanodag.errors import NanodagError
-from nanodag.errors.words import counted, duration, size
-from nanodag.host.machine import GIB, detect, machine_of
+from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors.words import counted, duration, listed, size
+from nanodag.host.machine import GIB, Machine, detect, machine_of
 from nanodag.plan.case import device_room, host_room
-from nanodag.plan.make import Plan, plan_of, with_lost_files
+from nanodag.plan.make import Plan, plan_of
 from nanodag.report.words import count
+from nanodag.run.preflight import check_names
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.run.stale_stages import made_stages
+from nanodag.store import Store
+from nanodag.worker.devices import devices_folder, holders
 
-MIN_WIDTH = 118
+NARROW = ("read", "prompt", "at once", "FLOPs", "steps", "model", "tokens", "disk")  # first where it is narrow
 LAYOUTS = ("placement=shared", "placement=beside", "placement=separate max_staleness=1 sync_mode=in_place")
 
 
@@ -41,14 +44,29 @@ def show_plan(
 
 def planned(preset: str = "auto", *overrides: str, file: str = "", on: str = "", price_per_hour: float = 0.0) -> Plan:
     """The plan of a pipeline. on: a machine's text, empty for this one. price_per_hour: of the whole machine."""
-    machine = machine_of(on) if on else detect()
-    resolved = resolve(pipeline_file(file), preset, overrides, machine=machine)
-    plan = replace(plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour), warnings=resolved.warnings)
-    if not on:  # another machine has files of its own
-        plan = with_lost_files(plan, resolved.pipeline)
-    if not on and Path(resolved.pipeline.store.url).is_dir():  # a far one is not asked, and who looks makes none
-        plan = replace(plan, made=made_stages(resolved.pipeline, store_of(resolved.pipeline)))
-    return plan
+    path, machine = pipeline_file(file), machine_of(on) if on else detect()
+    resolved = resolve(path, preset, overrides, machine=machine)
+    pipeline, warnings = resolved.pipeline, resolved.warnings
+    plan = replace(plan_of(pipeline, machine, price_per_hour=price_per_hour), warnings=warnings)
+    if on:  # another machine has files and packages of its own
+        return plan
+    local = Path(pipeline.store.url)
+    try:
+        check_names(pipeline, file=path, only_names=True)
+    except ConfigError as error:
+        plan = replace(plan, lacking=[str(error)])
+    if not local.is_dir():  # a far one is not asked, and who looks makes none
+        return plan
+    store = store_of(pipeline)
+    return replace(plan, made=made_stages(pipeline, store), warnings=[*warnings, *_taken(store, machine)])
+
+
+def _taken(store: Store, machine: Machine) -> list[str]:
+    """A line where stages of the store's runs hold devices of this machine now."""
+    name, what, there = ("cpu", "core", machine.cores) if machine.gpu is None else ("gpu", "GPU", machine.num_gpus)
+    held = holders(devices_folder(store), name)
+    who, many = listed(dict.fromkeys(held.values())), counted(there, what)
+    return [f"{len(held)} of {many} held now by {who}: a run waits for them, which no time here has"] if held else []
 
 
 def _layouts(plan: Plan, resolved_with: Callable[[list[str]], Resolved]) -> dict[str, dict[str, float]]:
@@ -66,12 +84,15 @@ def _layouts(plan: Plan, resolved_with: Callable[[list[str]], Resolved]) -> dict
 
 def _print(plan: Plan, layouts: Mapping[str, Mapping[str, float]]) -> None:
     console = make_console()
-    console.width = max(console.width, MIN_WIDTH)
     machine, gpu = plan.machine, plan.machine.gpu
     rooms = [f"{size(host_room(machine))} of memory"]
     rooms += [f"{size(device_room(machine))} a GPU"] if gpu is not None else []
     console.print(f"Preset [bold]{plan.preset}[/] on {machine}; room: {', '.join(rooms)}", highlight=False)
-    console.print(_table(plan))
+    rows = _rows(plan)
+    table = fitting(console, rows, numbers=[*rows[0]][1:], narrow=NARROW)
+    console.print(table)
+    if narrow := [name for name in NARROW if name not in [column.header for column in table.columns]]:
+        console.print(f"  The terminal is too narrow for {listed(narrow)}: --json has them.", style="dim")
     for stage in plan.stages:
         for note in stage.notes:
             console.print(f"  {stage.name}: {note}", style="dim", markup=False, highlight=False)
@@ -93,26 +114,26 @@ def _print(plan: Plan, layouts: Mapping[str, Mapping[str, float]]) -> None:
         console.print(f"{counted(len(plan.faults), 'fault')}: nanodag run would refuse it.", style="red")
 
 
-def _table(plan: Plan) -> Table:
+def _rows(plan: Plan) -> list[dict[str, Text]]:
+    """A row for each stage and one for all of them: its cells by their columns' titles."""
     has_gpu, has_price = plan.machine.gpu is not None, plan.price_per_hour > 0
-    table = Table(box=None, pad_edge=False, show_footer=True)
     exact, price = "{:,}".format, "{:,.2f}".format
-    footers = {"stage": "total", "disk": size(plan.disk_bytes), "price": _cell(plan.price_of(plan.seconds), price)}
-    footers["time"] = _cell(plan.seconds, duration)
-    names = ["stage", "model", "tokens", "steps", "FLOPs", *["a GPU"] * has_gpu, "memory", "at once", "prompt", "read"]
-    for name in [*names, "disk", "time", *["price"] * has_price]:
-        justify: Literal["left", "right"] = "left" if name == "stage" else "right"
-        table.add_column(name, footer=footers.get(name, ""), justify=justify, no_wrap=True)
+    rows = []
     for stage in plan.stages:
-        cells = [stage.name, _cell(stage.parameters, count), _cell(stage.tokens, count)]
-        cells += [_cell(stage.steps, exact), _cell(stage.flops, count)]
-        cells += [_cell(num or None, size) for num in (*[stage.device_bytes] * has_gpu, stage.host_bytes)]
-        cells += [_cell(stage.at_once, exact), _cell(stage.longest_prompt, exact)]
-        cells += [_cell(num or None, size) for num in (stage.read_bytes, stage.disk_bytes)]
-        time = "made" if stage.name in plan.made else _cell(stage.seconds, duration)
-        cells += [time, *[_cell(plan.price_of(stage.seconds), price)] * has_price]
-        table.add_row(*cells, style="red" if stage.faults else "")
-    return table
+        cells = {
+            **{"stage": stage.name, "model": _cell(stage.parameters, count), "tokens": _cell(stage.tokens, count)},
+            **{"steps": _cell(stage.steps, exact), "FLOPs": _cell(stage.flops, count)},
+            **({"a GPU": _cell(stage.device_bytes or None, size)} if has_gpu else {}),
+            **{"memory": _cell(stage.host_bytes or None, size), "at once": _cell(stage.at_once, exact)},
+            **{"prompt": _cell(stage.longest_prompt, exact), "read": _cell(stage.read_bytes or None, size)},
+            "disk": _cell(stage.disk_bytes or None, size),
+            "time": "made" if stage.name in plan.made else _cell(stage.seconds, duration),
+            **({"price": _cell(plan.price_of(stage.seconds), price)} if has_price else {}),
+        }
+        rows.append({title: Text(cell, style="red" if stage.faults else "") for title, cell in cells.items()})
+    total = {"stage": "total", "disk": size(plan.disk_bytes), "time": _cell(plan.seconds, duration)}
+    total["price"] = _cell(plan.price_of(plan.seconds), price)
+    return [*rows, {title: Text(total.get(title, ""), style="bold") for title in rows[0]}]
 
 
 def _shares(plan: Plan) -> str:
@@ -122,7 +143,7 @@ def _shares(plan: Plan) -> str:
         if stage.share is not None:
             reached.setdefault(stage.share, []).append(stage.name)
     shares = "; ".join(f"{share:.0%} in {', '.join(names)}" for share, names in sorted(reached.items(), reverse=True))
-    return f"  Of the matmul peak, these reach: {shares or 'none is known'}."
+    return f"  Times are of an idle machine. Of its matmul peak, these reach: {shares or 'none is known'}."
 
 
 def _cell(value: Any, form: Callable[[Any], str]) -> str:

@@ -20,7 +20,7 @@ from nanodag.config.kind import MODEL, PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.resolve import portable, read_document
 from nanodag.errors import ServerError, StoreBusy
-from nanodag.errors.words import counted, duration
+from nanodag.errors.words import counted, duration, listed
 from nanodag.host.machine import machine_of
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
@@ -59,14 +59,15 @@ def run_pipeline(
     to_build = unfinished(pipeline, store.find_run(name))
     from nanodag.run.preflight import check_before_start  # numpy and more, which other commands of a run do without
 
-    check_before_start(pipeline, file=path, remembered=store.local / "checked", to_build=to_build)
+    check_before_start(pipeline, store, file=path, to_build=to_build)
     note_python_path(store.local, name)
     num_stages = counted(len(pipeline.stages), "stage")
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
     print_placement(console, resolved)
     print_warnings(console, resolved.warnings)
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
-        print_presets(console, path)
+        others = listed(read_document(path)["presets"])
+        console.print(f"No preset was named, so this is the file's default. There are: {others}.", style="dim")
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     parameters = {**parameters_of(path, pipeline, store, overrides), "stale": kept}
     return store, name, start(store, server, name, parameters, detach=detach, began=began)
@@ -143,13 +144,6 @@ def print_placement(console: Console, resolved: Resolved) -> None:
     if taken:
         text = "; ".join(f"{', '.join(names)} on {what}" for what, names in taken.items())
         console.print(f"Machine {resolved.machine.short}: {text}", style="dim", markup=False, highlight=False)
-
-
-def print_presets(console: Console, path: Path) -> None:
-    """On a machine with GPUs: what else the file has. The default stays a run of minutes unless one asks for more."""
-    console.print("No preset was named, so this is the file's default. There are:", style="dim", markup=False)
-    for name, body in read_document(path)["presets"].items():
-        console.print(f"  {name} ({body.get('description', '')})", style="dim", markup=False, highlight=False)
 
 
 def take_over(store: Store, name: str, server: LocalServer, console: Console) -> None:

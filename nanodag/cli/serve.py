@@ -65,8 +65,10 @@ def chat(
         _serve(found_model(run, stage, file), run, also, file, options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    folder = found_model(run, stage, file).folder
-    _hand_over("nanodag.chat", str(folder), *(["--message", message] if message else []))
+    model = found_model(run, stage, file)
+    facts, folder = model.facts, str(model.folder)
+    how = ["--alone"] * (facts.get("has_turns") is False) + ["--no-tools"] * (facts.get("has_calls") is False)
+    _hand_over("nanodag.chat", folder, *how, *(["--message", message] if message else []))
 
 
 def serve(

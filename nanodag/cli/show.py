@@ -4,15 +4,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markdown import Markdown
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
-from nanodag.cli.live_table import STYLES, make_console
+from nanodag.cli.live_table import STYLES, fitting, make_console
 from nanodag.cli.parameters import command
 from nanodag.config import resolve
 from nanodag.config.derive import reason_of
@@ -44,9 +41,7 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
     if not on:  # what lies on another machine cannot be looked at
         from nanodag.run.preflight import check_names  # numpy and more, which other commands do without
 
-        checked = Path(resolved.pipeline.store.url) / "checked"
-        remembered = checked if checked.is_dir() else None  # who only looks makes no store
-        check_names(resolved.pipeline, file=path, remembered=remembered, only_names=True)
+        check_names(resolved.pipeline, file=path, only_names=True)
     where = f"on {resolved.machine}" if on else f"on this machine, {resolved.machine}"
     console.print(f"# {path}, preset {resolved.pipeline.preset}, {where}", markup=False, highlight=False)
     print_warnings(console, resolved.warnings)
@@ -87,8 +82,7 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
     if details.holds:
         lines.append(f"  holds     {listed(details.holds)}")
     else:
-        lines.append(f"  default   {details.default}")
-        lines.append(f"  value     {_plain(details.value)}    # {details.origin}")
+        lines += [f"  default   {details.default}", f"  value     {_plain(details.value)}    # {details.origin}"]
     if note := resolved.origins.get(f"{details.name}!"):
         lines.append(f"            {note}")
     if reason := reason_of(details.origin):
@@ -112,25 +106,23 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The runs of the store, newest last, with every stage's state, key, size and time; of one that is named its scores
     too."""
     console = make_console()
-    store = served_store(file)
+    store, now = served_store(file), code_revision()
     records = store.records_of_runs()
-    if not records:
-        console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
-        return
     if name:
         record = find_run(store, name)
-        _print_run(console, record, code_revision())
+        _print_run(console, record, now)
         for stage, entry in record.stages.items():
             for tracker, url in tracker_urls(store, entry).items():
                 console.print(f"  {stage} on {tracker}: {url}", style="dim", soft_wrap=True)
         print_summary(console, store, record)
         return
-    shown = list(records) if all_runs else list(records)[-NEWEST:]
-    if len(shown) < len(records):
-        console.print(f"{len(records) - len(shown)} older runs are not shown; see them with --all.", style="dim")
-    now = code_revision()
-    for run in shown:
-        _print_run(console, records[run], now)
+    if not records:
+        console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
+        return
+    if len(records) > NEWEST and not all_runs:
+        console.print(f"{len(records) - NEWEST} older runs are not shown; see them with --all.", style="dim")
+    for record in list(records.values())[0 if all_runs else -NEWEST :]:
+        _print_run(console, record, now)
     # From the records, not from the manifests: a store may hold thousands. `nanodag verify` reads all of them.
     used = {
         entry.artifact: entry.made.num_bytes
@@ -168,7 +160,10 @@ def _print_run(console: Console, record: RunRecord, now: str) -> None:
     if record.revision != now:
         title.append(f"  made by code {record.revision}, now {now}", style="yellow")
     console.print(title)
-    console.print(_stage_table(record), soft_wrap=True)
+    stale = stale_stages(record)
+    rows = [_stage_cells(name, entry, name in stale) for name, entry in record.stages.items()]
+    narrow = ("attempt", "worker", "CPU", "kind", "key", "size")
+    console.print(fitting(console, rows, numbers=("size", "took", "worker", "CPU"), narrow=narrow))
     print_stale(console, record)
 
 
@@ -183,14 +178,15 @@ def print_summary(console: Console, store: Store, record: RunRecord) -> None:
         console.print(f"No scores: {error}", style="red", markup=False)
         return
     if summary.scores is not None:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for number, title in enumerate(summary.scores.headers):
-            table.add_column(title, justify="right" if number else "left")
-        for lead, *scores in summary.scores.rows:
-            cells = [Text.assemble(c.text, (f" ({c.detail})" if c.text else "", "dim")) for c in scores]
-            table.add_row(f"{lead.text} {lead.detail}".strip(), *cells)
         console.print()
-        console.print(table)
+        lead, *models = summary.scores.headers
+        rows: list[dict[str, RenderableType]] = []
+        for benchmark, *scores in summary.scores.rows:
+            rows.append({lead: f"{benchmark.text} {benchmark.detail}".strip()})
+            for model, score in zip(models, scores, strict=True):
+                rows[-1] |= {model: score.text, f"{model} 95 %": Text(score.detail, "dim")}
+        intervals = [f"{model} 95 %" for model in models]
+        console.print(fitting(console, rows, numbers=[*models, *intervals], narrow=intervals))
     for lines, word, style in ((summary.better, "better", "green"), (summary.worse, "worse", "red")):
         for line in lines:
             console.print(Text.assemble((f"{word:<7}", style), line), soft_wrap=True)
@@ -215,40 +211,19 @@ def print_stale(console: Console, record: RunRecord, stage: str = "") -> None:
     console.print(f"  {line}" if not stage else line, style=STYLES["stale"], markup=False, soft_wrap=True)
 
 
-TITLES = ("stage", "kind", "state", "key", "attempt", "size", "took", "worker", "CPU")
-NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
-
-
-def _stage_table(record: RunRecord) -> Text:
-    """Columns of one text: rich's own tables take most of the time of this command."""
-    stale = stale_stages(record)
-    rows = [TITLES, *(_stage_cells(name, entry, name in stale) for name, entry in record.stages.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
-    table = Text()
-    for number, row in enumerate(rows):
-        padded = [c.ljust(w) if n < NUM_WORDS else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths))]
-        if number == 0:
-            table.append("  " + "  ".join(padded), "dim")
-            continue
-        table.append("\n  " + "  ".join(padded[:2]) + "  ")
-        table.append(padded[2], STYLES.get(row[2], "dim"))
-        table.append("  " + "  ".join(padded[3:]))
-    return table
-
-
-def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> tuple[str, ...]:
-    made = entry.made
-    return (
-        name,
-        recorded_kind(entry.kind).name,
-        "stale" if is_stale else entry.state,
-        entry.key[:12],
-        made.attempt if made is not None else "",
-        size(made.num_bytes) if made is not None else "",
-        _took(entry),
-        duration(made.cost_of("seconds")) if made is not None else "",
-        duration(made.cost_of("cpu_seconds")) if made is not None else "",
-    )
+def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> dict[str, RenderableType]:
+    made, state = entry.made, "stale" if is_stale else entry.state
+    return {
+        "stage": name,
+        "kind": recorded_kind(entry.kind).name,
+        "state": Text(state, STYLES.get(state, "dim")),
+        "key": entry.key[:12],
+        "attempt": made.attempt if made is not None else "",
+        "size": size(made.num_bytes) if made is not None else "",
+        "took": _took(entry),
+        "worker": duration(made.cost_of("seconds")) if made is not None else "",
+        "CPU": duration(made.cost_of("cpu_seconds")) if made is not None else "",
+    }
 
 
 def _took(entry: StageRecord) -> str:
@@ -313,7 +288,7 @@ def show_stages(name: str, *, file: str) -> None:
 
 
 def show_report(name: str, *, file: str) -> None:
-    """Print report.md, then the paths of its files."""
+    """Print what a report says above all, then the paths of its files; into a pipe or a file its Markdown."""
     console = make_console()
     store = served_store(file)
     record = find_run(store, name)
@@ -322,7 +297,10 @@ def show_report(name: str, *, file: str) -> None:
             f"Run {record.run} has no report yet; see how far it is with: {command(f'stages {record.run}')}"
         )
     folder = store.materialize(store.get(f"{record.run}:{reports[-1]}"))
-    console.print(Markdown((folder / "report.md").read_text()))
+    if not console.is_terminal:
+        print((folder / "report.md").read_text(encoding="utf-8"))
+    else:
+        print_summary(console, store, record)
     print_stale(console, record, reports[-1])
     for path in sorted(folder.glob("report.*")):
         console.print(str(path), soft_wrap=True, highlight=False)

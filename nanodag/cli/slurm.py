@@ -140,7 +140,7 @@ def _checked(
     name = name or f"{resolved.pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     check_name(name)
     check_plan(resolved.pipeline, machine)
-    check_names(resolved.pipeline, file=path, remembered=None, only_names=True)
+    check_names(resolved.pipeline, file=path, only_names=True)
     options = [f"--job-name=nanodag-{name}", "--dependency=singleton"]  # two jobs never have one run
     options += requests_of_run(resolved.pipeline, machine).sbatch_options()
     options += [f"--output=nanodag-{name}.log", "--open-mode=append", "--requeue", f"--signal={SIGNAL}"]

@@ -122,7 +122,7 @@ def gc(
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("what", "name", "size", "why"):
-        table.add_column(title, justify="right" if title == "size" else "left", no_wrap=True)
+        table.add_column(title, justify="right" if title == "size" else "left", no_wrap=title != "why")
     for item in removal.items[:SHOWN]:
         table.add_row(item.what, item.name, size(item.num_bytes) if item.num_bytes else "", item.why)
     console.print(table)

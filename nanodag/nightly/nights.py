@@ -134,15 +134,15 @@ def check_choice(store: Store, settings: Pipeline, file: Path) -> None:
     """Raise for what a night of these settings would fail for as the store is now: as choose and check_before_start."""
     choice = choose(store, settings)
     pipeline = night_pipeline(settings, choice, this_machine())
-    check_before_start(pipeline, file=file, remembered=store.local / "checked", stages=stages_of(choice))
+    check_before_start(pipeline, store, file=file, stages=stages_of(choice))
 
 
 def check_night(night: Night) -> None:
     """Raise ConfigError with a line for each thing that a stage of it would fail for; its record says so, too."""
     store, name = night.run.store, night.run.name
     try:
-        file, remembered = Path(store.read_run(name).file), store.local / "checked"
-        check_before_start(night.run.pipeline, file=file, remembered=remembered, stages=night.run.to_do)
+        file = Path(store.read_run(name).file)
+        check_before_start(night.run.pipeline, store, file=file, stages=night.run.to_do)
     except BaseException as error:
         reason = str(error)
         night.run.close()

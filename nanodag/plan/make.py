@@ -7,12 +7,8 @@ from typing import Any
 
 from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds import find_kind
-from nanodag.config.section import found_in
 from nanodag.config.stage_base import StageBase
-from nanodag.data.config import SourceConfig
-from nanodag.data.files import open_file
-from nanodag.data.urls import parse_url
-from nanodag.errors import ConfigError, SourceError
+from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.own_code.functions import function_at
@@ -23,7 +19,8 @@ from nanodag.plan.stage_plan import Fault, StagePlan
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A pipeline's stages, in their order. price_per_hour: of the whole machine, 0 where none was said. made: stages
-    that the store has -> the run that made them; they take no time, nothing of them must fit. warnings: in words."""
+    that the store has -> the run that made them; they take no time, nothing of them must fit. warnings: in words.
+    lacking: faults of what the stages name, a line each."""
 
     preset: str
     machine: Machine
@@ -31,12 +28,13 @@ class Plan:
     price_per_hour: float = 0.0
     made: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    lacking: Sequence[str] = ()
 
     @property
     def faults(self) -> list[str]:
         """Faults of all stages, a line each."""
         to_make = [stage for stage in self.stages if stage.name not in self.made]
-        return [fault.text(stage.name) for stage in to_make for fault in stage.faults]
+        return [*(fault.text(stage.name) for stage in to_make for fault in stage.faults), *self.lacking]
 
     @property
     def seconds(self) -> float | None:
@@ -80,22 +78,6 @@ def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (
     ]
     on_disk = _with_disk(pipeline, plans, machine)
     return Plan(preset=pipeline.preset, machine=machine, stages=on_disk, price_per_hour=price_per_hour)
-
-
-def with_lost_files(plan: Plan, pipeline: Pipeline) -> Plan:
-    """The plan with a fault for each `file:` source of this machine that matches nothing."""
-    stages = []
-    for planned in plan.stages:
-        stage, faults = pipeline.stages[planned.name], [*planned.faults]
-        sources = found_in(stage, SourceConfig) if stage.resources.work_pool == "none" else ()
-        for where, url in ((where, source.url) for where, source in sources if source.url.startswith("file:")):
-            try:
-                open_file(parse_url(url))
-            except SourceError as error:
-                why = str(error).removeprefix(f"Source {url!r} ").rstrip(".")
-                faults.append(Fault(setting=where, found=url, why=why))
-        stages.append(replace(planned, faults=faults))
-    return replace(plan, stages=stages)
 
 
 def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:

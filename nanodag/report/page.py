@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -23,11 +23,11 @@ from nanodag.report.gather import (
     columns_of,
     comparisons_of,
     stages_of,
+    unusual,
     warnings_of,
 )
 from nanodag.report.lineage import TEMPLATES, lineage_svg
 from nanodag.report.tables import Cell, Table
-from nanodag.report.unusual import unusual
 from nanodag.run.progress import StageProgress
 from nanodag.store.run_record import ENDED_WELL
 
@@ -90,12 +90,14 @@ def build_report(
     columns = columns_of(stages)
     comparisons = comparisons_of(columns, stages)
     found = [Part(table=contamination)] if contamination is not None else []
+    total = [Part(table=tables.stages_table(stages, price_per_hour), style="compact total")] if stages else []
+    costs = PageSection(title="Time, tokens and cost", note=NOTES["cost"], parts=total)
     made = [
         _dag(begun, context.get("progress", ())),
         _scores(columns, comparisons),
         _curves(begun),
         _samples(columns, comparisons, begun),
-        *([_stages(stages, price_per_hour), _lineage(stages)] if stages else []),
+        *([costs, _lineage(stages)] if stages else []),
         PageSection(title="Contamination", note=NOTES["contamination"], parts=found),
         _config(begun, context.get("origins", {})),
     ]
@@ -112,6 +114,33 @@ def build_report(
         warnings=[*warnings_of(begun, context.get("stale", {})), *(r for s in begun.values() for r in unusual(s))],
         sections=[section for section in made if section is not None and section.parts],
     )
+
+
+def compare_report(contexts: Mapping[str, Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> Report:
+    """The report of several runs: curves of stages of one name over each other, scores beside each other, and settings
+    that differ. contexts: of each run. configs: of each run, settings by dotted name."""
+    runs = {run: stages_of(context) for run, context in contexts.items()}
+    finished = {run: {n: s for n, s in stages.items() if s.digest} for run, stages in runs.items()}
+    columns = [replace(c, label=f"{run} {c.label}") for run, stages in finished.items() for c in columns_of(stages)]
+    sections = []
+    if columns:
+        parts = [Part(table=tables.scores_table(columns))]
+        sections.append(PageSection(title="Scores", note=NOTES["several runs"], parts=parts))
+    names = dict.fromkeys(name for stages in runs.values() for name in stages)
+    of_name = {name: {run: stages[name] for run, stages in runs.items() if name in stages} for name in names}
+    parts = [Part(heading=n, panels=panels) for n, stages in of_name.items() if (panels := plots.overlaid(stages))]
+    sections += [PageSection(title="Training", parts=parts, in_markdown=False), _differences(configs)]
+    states = " · ".join(f"{run} {context['description']}" for run, context in contexts.items())
+    return Report(title=" against ".join(contexts), subtitle=states, cards=(), sections=sections)
+
+
+def _differences(configs: Mapping[str, Mapping[str, Any]]) -> PageSection:
+    heads = set.intersection(*({name.partition(".")[0] for name in config} for config in configs.values()))
+    names = dict.fromkeys(name for config in configs.values() for name in config if name.partition(".")[0] in heads)
+    values = {name: [words.shortened(words.shown(config.get(name))) for config in configs.values()] for name in names}
+    rows = [[Cell(text=name, code=True), *tables.cells(*told)] for name, told in values.items() if len(set(told)) > 1]
+    table = Table(headers=["setting", *configs], rows=rows) if rows else None
+    return PageSection(title="What differs", note=NOTES["differs"], parts=[Part(table=table, style="many")])
 
 
 def to_html(report: Report, *, page: str = "report.html.jinja") -> str:
@@ -252,12 +281,6 @@ def _samples(
                 heading = f"{benchmark}: programs of {columns[-1].label} that {verdict}"
                 parts.append(Part(heading=heading, programs=programs))
     return PageSection(title="Samples", parts=parts)
-
-
-def _stages(stages: Mapping[str, ReportedStage], price_per_hour: float) -> PageSection:
-    table = tables.stages_table(stages, price_per_hour)
-    parts = [Part(table=table, style="compact total")]
-    return PageSection(title="Time, tokens and cost", note=NOTES["cost"], parts=parts)
 
 
 def _lineage(stages: Mapping[str, ReportedStage]) -> PageSection:

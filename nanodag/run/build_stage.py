@@ -259,7 +259,12 @@ def _build(
     job = job_of(run, name, stage, inputs, run.store.workspace(key))
     if find_kind(stage.kind).makes == PAGE:
         job = replace(job, context={**job.context, **report_context(run, name, inputs)})
-    result, waited_s = work(run, job, lock, watch, on_devices=_on_devices(run, name, key, job))
+
+    def say(waits: str) -> None:
+        log.info("Stage %s %s", name, waits)
+        run.note(name, reason=f"{waits}. It begins when they are free; a run that is stopped frees them, and resumes.")
+
+    result, waited_s = work(run, job, lock, watch, on_devices=_on_devices(run, name, key, job), say=say)
     device = str(stage.resources.device)
     cost = {
         **result.cost,
@@ -296,7 +301,7 @@ def _on_devices(run: Run, name: str, key: str, job: Job) -> Iterator[None]:
     """Say that the stage is running. Go on from mirrored checkpoints, and mirror new ones while the worker works, where
     that is asked for."""
     tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
-    run.note(name, state="running", started=time.time(), key=key, **tried)
+    run.note(name, state="running", reason="", started=time.time(), key=key, **tried)
     log.info("Stage %s: key %s, workspace %s", name, key[:12], job.workspace)
     if not run.pipeline.store.mirror_checkpoints:
         yield
@@ -339,13 +344,14 @@ def work(
     *,
     on_devices: AbstractContextManager[Any] | None = None,
     steps_back: bool = False,
+    say: Callable[[str], None] = log.info,
 ) -> tuple[Result, float]:
     """Wait for devices of this machine, and run the job there; returns with its result the seconds that it waited.
 
     lock: the descriptor of the key's lock, which the worker holds as long as it lives; it comes before the devices: who
     holds devices waits for nobody, so no two wait for each other. on_devices: entered once they are held, left when the
-    worker has ended. steps_back: GPUs that another stage waits for are left to it. nanodag.worker.launch.run_worker
-    says what is raised.
+    worker has ended. steps_back: GPUs that another stage waits for are left to it. say: hears what it waits for.
+    nanodag.worker.launch.run_worker says what is raised.
     """
     stage, resources = job.config, job.config.resources
     device, ranks = str(resources.device), int(resources.num_ranks) // resources.num_nodes
@@ -361,7 +367,8 @@ def work(
     if device == "cuda":
         step_back_s = LAST_S if steps_back else steps_back_s(run, stage)
     wait_start = time.monotonic()
-    with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
+    who: dict[str, Any] = {"holder": f"{job.name} of run {run.name}", "say": say}
+    with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s, **who) as held:
         waited_s = time.monotonic() - wait_start
         with on_devices or contextlib.nullcontext():
             gpus = named_gpus(held) if device == "cuda" else ""

@@ -21,38 +21,37 @@ import psutil
 
 from nanodag.config import AnyStage, Pipeline
 from nanodag.errors import ConfigError, StageKilled
-from nanodag.errors.words import counted, size
+from nanodag.errors.words import size
 from nanodag.host.cuda import gpu_faults, torch_build, version_fault
 from nanodag.host.machine import detect, usable_gpus, usable_memory
 from nanodag.inference.engine_install import TITLES, find_python
 from nanodag.plan.make import check_plan
-from nanodag.store import write_json
+from nanodag.store import Store, write_json
 from nanodag.store.atomic import writing
 from nanodag.store.provenance import code_digest
 
 TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
-MAX_FAULTS = 10
 
 
 def check_before_start(
     pipeline: Pipeline,
+    store: Store,
     *,
     file: Path,
-    remembered: Path,
     stages: Collection[str] = (),
     to_build: Collection[str] | None = None,
 ) -> None:
     """Raise ConfigError with a line for each thing that a stage would fail for, or that does not fit this machine;
     StageKilled when the process that looks was ended from outside.
 
-    remembered: a folder for what has passed. stages: those that are to be run; all unless given. to_build: those of
+    store: it remembers what has passed. stages: those that are to be run; all unless given. to_build: those of
     them that are not finished: only these must fit.
     """
     if to_build is None or to_build:
         built = stages if to_build is None else to_build
-        check_plan(pipeline, detect(remembered), stages=built)
+        check_plan(pipeline, detect(store.local / "checked"), stages=built)
         check_cuda({name: stage for name, stage in pipeline.stages.items() if not built or name in built})
-    check_names(pipeline, file=file, remembered=remembered, stages=stages)
+    check_names(pipeline, file=file, local=store.local, stages=stages)
 
 
 def check_cuda(stages: Mapping[str, AnyStage]) -> None:
@@ -74,10 +73,11 @@ def check_cuda(stages: Mapping[str, AnyStage]) -> None:
 
 
 def check_names(
-    pipeline: Pipeline, *, file: Path, remembered: Path | None, stages: Collection[str] = (), only_names: bool = False
+    pipeline: Pipeline, *, file: Path, local: Path | None = None, stages: Collection[str] = (), only_names: bool = False
 ) -> None:
-    """Raise as check_before_start does, whether it fits this machine or not. remembered: None to look in any case.
-    only_names: neither the hub is asked nor which tools this machine has, for who only looks at a config."""
+    """Raise as check_before_start does, whether it fits this machine or not. local: the store's folder here, which
+    remembers what has passed if it is there. only_names: neither the hub is asked nor which tools this machine has."""
+    remembered = (local or Path(pipeline.store.url)) / "checked"
     request = {
         "only_names": only_names,
         "pipeline": pipeline.model_dump(mode="json"),
@@ -86,18 +86,18 @@ def check_names(
     }
     identity = [request, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
     name = f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
-    if remembered is not None and _still_holds(remembered / name):
+    if _still_holds(remembered / name):
         return
+    # Beside what a command prints: it may be JSON.
+    print("Looking at packages and first rows: 5 to 15 s on an idle machine ...", file=sys.stderr, flush=True)
     report = _look(request)
     if faults := report["faults"]:
-        more = [f"and {counted(len(faults) - MAX_FAULTS, 'more fault')}"] if len(faults) > MAX_FAULTS else []
-        lines = [*faults[:MAX_FAULTS], *more]
         head = f"{file}, preset {pipeline.preset!r}"
-        text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}, cannot be run:", *lines])
+        text = f"{head}: {faults[0]}" if len(faults) == 1 else "\n  ".join([f"{head}, cannot be run:", *faults])
         raise ConfigError(text)
-    if remembered is not None:
+    if remembered.parent.is_dir():
         with writing(f"Writing {remembered / name}"):
-            remembered.mkdir(parents=True, exist_ok=True)
+            remembered.mkdir(exist_ok=True)
             write_json(remembered / name, report["relied_on"])
 
 

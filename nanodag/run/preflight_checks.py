@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind
 from nanodag.data.urls import WEB, parse_url
 from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors.words import listed
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, check_served, find_form, form_files, read_form
 from nanodag.external_envs.verifiers_process import module_file
@@ -57,24 +58,32 @@ ROWS_FOR_A_SHARE = 20  # none of so many times 1 / held_out rows is held out wit
 
 
 class Checks:
-    """Looks at one stage after the other and collects faults. relied_on: files that what passed depends on. only_names:
-    the hub is not asked, and it does not matter which tools this machine has."""
+    """Looks at one stage after the other and collects faults, each said once with its settings. relied_on: files that
+    what passed depends on. only_names: the hub is not asked, and it does not matter which tools this machine has."""
 
     def __init__(self, pipeline: Pipeline, doing: Path, *, only_names: bool = False) -> None:
-        self.faults: list[str] = []
+        self._noted: list[tuple[str, str]] = []  # a setting, and its fault
         self.relied_on: set[str] = set()
         self._pipeline = pipeline
         self._mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
         self._doing = doing
         self._only_names = only_names
         self._seen: set[str] = set()
-        self._rows_of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._open = lru_cache(None)(partial(open_source, mirror=self._mirror))  # some are parsed as a whole for a row
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for each fault, behind the settings that have it."""
+        settings_of = {why: [where for where, other in self._noted if other == why] for _, why in self._noted}
+        return [f"{listed(settings)}: {why}" for why, settings in settings_of.items()]
 
     def trackers(self) -> None:
         """Look whether the pipeline's trackers are installed."""
         for name in self._pipeline.tracking.trackers:
             if name in SERVICES and not self._only_names and file_of(name) is None:
-                self.faults.append(f"tracking.trackers: {name} is not installed; run: pip install 'nanodag[{name}]'")
+                self._noted.append(
+                    ("tracking.trackers", f"{name} is not installed; run: pip install 'nanodag[{name}]'")
+                )
 
     def stage(self, name: str) -> None:
         stage = self._pipeline.stages[name]
@@ -86,12 +95,12 @@ class Checks:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))
         for label, sources in stage.mixtures():
-            num_faults = len(self.faults)
+            num_faults = len(self._noted)
             self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):
                 if self._can_read(source.url):
                     self._source(f"{name}.{label}.{number}", source, stage)
-            if len(self.faults) == num_faults and all(self._can_read(source.url) for source in sources):
+            if len(self._noted) == num_faults and all(self._can_read(source.url) for source in sources):
                 self._try(f"{name}.{label}", f"held out of {sources}", partial(self._held_out, stage, sources))
         for where, endpoint in found_in(stage, EndpointConfig):
             if endpoint.model and not self._only_names:
@@ -120,7 +129,7 @@ class Checks:
         try:
             look()
         except NanodagError as error:
-            self.faults.append(f"{where}: {' '.join(str(error).split())}{hint}")
+            self._noted.append((where, f"{' '.join(str(error).split())}{hint}"))
 
     def _need_file(self, path: str) -> None:
         if not Path(path).is_file():
@@ -151,8 +160,10 @@ class Checks:
         for source in held_out:
             kind = kind_of(source.adapter, source.url, record_kind)
             record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
-            opened, belongs = open_part(source, "held_out", self._mirror)
-            rows = list(itertools.islice(opened.rows(), ceil(ROWS_FOR_A_SHARE / float(source.held_out))))
+            _, belongs = open_part(source, "held_out", self._mirror)
+            rows = list(
+                itertools.islice(self._open(source.url).rows(), ceil(ROWS_FOR_A_SHARE / float(source.held_out)))
+            )
             if any(belongs(record_of(number, row)) for number, row in rows):
                 return
             counts.append(f"{100 * float(source.held_out):g} % of the {len(rows):,} rows of {source.url}")
@@ -168,7 +179,18 @@ class Checks:
             self._module(url.path)
         if ":" in source.adapter:
             self._import(source.adapter)
-        rows = self._first_rows(source.url)
+        try:
+            opened = self._open(source.url)
+            rows = list(itertools.islice(opened.rows(), NUM_ROWS))
+        except NanodagError:
+            raise
+        except Exception as error:  # a user's function, or a file's content, may raise whatever it likes
+            raise ConfigError(f"{source.url} cannot be read: {with_place(error)}") from error
+        inner = getattr(opened, "_source", opened)
+        if isinstance(inner, FileSource):
+            self.relied_on.update(str(path) for path in inner.paths)
+        if not rows:
+            raise ConfigError(f"{source.url} is empty: it has no rows")
         if kind is None:
             return [row for _, row in rows]
         record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
@@ -181,24 +203,6 @@ class Checks:
             what = f"adapter {source.adapter} fails at a row of {source.url}"
             raise ConfigError(f"{what}: {with_place(error)}") from error
         return records
-
-    def _first_rows(self, url: str) -> list[tuple[int, dict[str, Any]]]:
-        """(number, row), read once of each source: some are parsed as a whole for it."""
-        if url in self._rows_of:
-            return self._rows_of[url]
-        try:
-            opened = open_source(url, self._mirror)
-            self._rows_of[url] = rows = list(itertools.islice(opened.rows(), NUM_ROWS))
-        except NanodagError:
-            raise
-        except Exception as error:  # a user's function, or a file's content, may raise whatever it likes
-            raise ConfigError(f"{url} cannot be read: {with_place(error)}") from error
-        inner = getattr(opened, "_source", opened)
-        if isinstance(inner, FileSource):
-            self.relied_on.update(str(path) for path in inner.paths)
-        if not rows:
-            raise ConfigError(f"{url} is empty: it has no rows")
-        return rows
 
     def _benchmark(self, where: str, benchmark: BenchmarkConfig, *, is_chat: bool) -> None:
         if benchmark.is_core:

@@ -33,7 +33,8 @@ AT_THE_END = {
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgress:
-    """One stage. state: as in the run's record, `stale`, or `starting` until a stage under way has said something.
+    """One stage. state: as in the run's record, `stale`, `starting` until a stage under way has said something, or
+    `queued` where it waits for what the reason says.
     done: share of its work, 0 to 1. amount: that in words, as in `12/40 steps`. reached: its loss, reward or score, in
     words. speed: in words. left_s, elapsed_s: seconds, -1 where nothing is known; elapsed_s: over all tries."""
 
@@ -67,7 +68,8 @@ def tracker_urls(store: Store, entry: StageRecord) -> dict[str, str]:
 
 
 def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
-    state, started = entry.state, entry.started
+    state = "queued" if entry.state == "waiting" and entry.reason else entry.state
+    started = entry.started
     lines = _last_lines(store, entry) if state in ("running", "stopped", "failed") else []
     works = [line for line in lines if line["event"] in ("step", "phase") and line.get("total")]
     rate = _rate([(line["time"], line["step"], (line["total"], line.get("phase"))) for line in works])

@@ -406,11 +406,6 @@ def unfinished_stages(record: RunRecord, finished: Mapping[str, Any]) -> dict[st
             made_of = {n: {"stage": source, **shown[source]} for n, source in entry.inputs.items() if source in shown}
             blank = {"attempt": "", "digest": "", "metrics": {}, "cost": {}, "files": "", "records": entry.workspace}
             config = record.pipeline["stages"].get(stage, {})  # a night's page is in no pipeline
-            shown[stage] = {
-                "kind": entry.kind,
-                "key": entry.key or stage,
-                "config": config,
-                "lineage": made_of,
-                **blank,
-            }
+            about = {"kind": entry.kind, "key": entry.key or stage, "config": config, "lineage": made_of}
+            shown[stage] = {**about, **blank}
     return {stage: raw for stage, raw in shown.items() if stage not in finished}

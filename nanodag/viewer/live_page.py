@@ -9,8 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from nanodag.errors import NanodagError
-from nanodag.report.compare import compare_report
-from nanodag.report.page import Report, build_report, to_html
+from nanodag.report.page import Report, build_report, compare_report, to_html
 from nanodag.report.summary import has_scores, run_context
 from nanodag.run.diff import config_of
 from nanodag.run.record import context_stages

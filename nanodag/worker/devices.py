@@ -11,12 +11,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanodag.errors import ConfigError, StageStopped
-from nanodag.errors.words import counted
+from nanodag.errors.words import counted, listed
 from nanodag.host.machine import visible_gpus
 from nanodag.host.processor import usable_cores
 from nanodag.store import Store
@@ -24,6 +24,7 @@ from nanodag.store import Store
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+WORDS = {"cpu": "cores", "cpu-beside": "places for evaluations", "gpu": "GPUs"}
 # GPUs are taken only when they were free for so long: by training that leaves them to an evaluation, and by whatever
 # leaves them to training, which may be waiting for the first.
 STEP_BACK_S, LAST_S = 5.0, 15.0
@@ -71,52 +72,64 @@ def devices_folder(store: Store) -> Path:
 
 @contextlib.contextmanager
 def hold(
-    folder: Path, devices: Devices, *, stop: threading.Event | None = None, step_back_s: float = 0.0
+    folder: Path,
+    devices: Devices,
+    *,
+    stop: threading.Event | None = None,
+    step_back_s: float = 0.0,
+    holder: str = "another process",
+    say: Callable[[str], None] = log.info,
 ) -> Iterator[dict[int, int]]:
     """Hold `wanted` devices at once, or `least` of them where others hold the rest, waiting for them; all or none, so
     that two who wait do not block each other. Yields the descriptor of each one's lock by its number, from 0.
 
     folder: where their files lie. stop: set to give up. step_back_s: take only what was free for so long at a stretch,
-    so that others go first.
+    so that others go first. holder: who it is, for others who wait. say: hears what is waited for, and who holds it.
 
     Raises StageStopped once `stop` is set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    was_announced, awaited = False, f"{devices.wanted} of {devices.capacity} {devices.name}"
+    said, awaited = "", f"{devices.wanted} of {devices.capacity} {WORDS[devices.name]}"
     free_since: dict[int, float] = {}
     with contextlib.ExitStack() as stack:
         while True:
             numbers = list(range(devices.capacity))
             if step_back_s:
                 now = time.monotonic()
-                free_since = {number: free_since.get(number, now) for number in _free(folder, devices)}
+                free = set(numbers).difference(holders(folder, devices.name))
+                free_since = {number: free_since.get(number, now) for number in sorted(free)}
                 numbers = [number for number, since in free_since.items() if now - since >= step_back_s]
             if (held := _try(folder, devices, numbers, stack)) is not None:
                 break
             if stop is not None and stop.is_set():
                 raise StageStopped(f"Was stopped while it waited for {awaited}.")
-            if not was_announced and len(free_since) < (devices.least or devices.wanted):
-                log.info("Waiting for %s, which other stages hold.", awaited)
-                was_announced = True
+            if len(free_since) < (devices.least or devices.wanted):
+                text = f"waits for {awaited}, held by {listed(dict.fromkeys(holders(folder, devices.name).values()))}"
+                if text != said:
+                    say(text)
+                    said = text
             time.sleep(POLL_S)
+        for number in held:
+            _lock_file(folder, devices, number).write_text(holder)
         yield held
+
+
+def holders(folder: Path, name: str) -> dict[int, str]:
+    """Number of each device of that name that is held now -> its holder, in words. Nothing is made for it."""
+    held = {}
+    for path in sorted(folder.glob(f"{name}-[0-9]*.lock")):
+        with path.open() as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)  # who looks is in the way of nobody else who looks
+            except BlockingIOError:
+                held[int(path.stem.removeprefix(f"{name}-"))] = stream.read()
+    return held
 
 
 def named_gpus(numbers: Iterable[int]) -> str:
     """Devices as a value of CUDA_VISIBLE_DEVICES."""
     gpus = visible_gpus()
     return ",".join(gpus[number] for number in numbers)
-
-
-def _free(folder: Path, devices: Devices) -> list[int]:
-    """The devices that nobody holds. Who looks is in the way of nobody else who looks."""
-    numbers = []
-    for number in range(devices.capacity):
-        # "a+": over NFS a shared lock wants a file that can be read
-        with _lock_file(folder, devices, number).open("a+") as stream, contextlib.suppress(BlockingIOError):
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            numbers.append(number)
-    return numbers
 
 
 def _lock_file(folder: Path, devices: Devices, number: int) -> Path:

@@ -360,16 +360,7 @@ def test_checkpoints_that_are_served_answer_side_by_side_with_their_probabilitie
 
 
 PROMPTS = ["Sort: 2 1", "<b>\u202eReverse"]
-SORTS = {"adapter": "problem", "tools": False}
-STAGES = {
-    "pretrain": {"kind": "pretrain", "inputs": [], "data": [{"adapter": "messages", "tools": False}]},
-    "sft": {"kind": "sft", "inputs": ["pretrain"], "data": [SORTS], "sample_prompts": PROMPTS[1:]},
-    "rl": {"kind": "rl", "inputs": ["sft"], "data": [SORTS]},
-    "eval_base": {"kind": "eval", "inputs": ["pretrain"], "data": [], "chat": False, "sample_prompts": ["In"]},
-    "eval_sft": {"kind": "eval", "inputs": ["sft"], "data": [], "sample_prompts": PROMPTS[1:]},
-    "eval_rl": {"kind": "eval", "inputs": ["rl"], "data": [], "sample_prompts": PROMPTS[:1]},
-}
-ALONE = {"run": "pocket-1", "stages": {name: stage | {"generate": "one_turn"} for name, stage in STAGES.items()}}
+ALONE = {"run": "pocket-1", "prompts": PROMPTS, "has_turns": False, "has_calls": False}
 ABOUT = {"rl": ALONE | {"stage": "rl"}, "sft": ALONE | {"stage": "sft"}}
 
 
@@ -411,31 +402,6 @@ def test_a_model_is_named_tried_with_its_pipelines_prompts_and_asked_as_it_was_t
     assert "It is 408." in page.answers()[-1]
     log = page.js("return [...document.querySelectorAll('#read-out p')].map((line) => line.textContent)")
     assert log[0] == "rl heard Sort: 2 1 as message 1. It ended by itself." and "It is 408." in log[-1]
-
-
-@pytest.mark.parametrize(
-    ("stage", "changed", "has_turns", "has_calls"),
-    [
-        ("rl", {"data": [{"adapter": "smoltalk", "tools": False}]}, True, False),
-        ("rl", {"data": [{"adapter": "gsm8k", "tools": True}]}, False, True),
-        ("rl", {"data": [{"adapter": "mine:rows", "tools": False}]}, True, True),
-        ("rl", {"generate": "calculator"}, True, True),
-        ("rl", {"inputs": []}, None, None),
-        ("", {}, None, None),
-    ],
-)
-def test_what_a_model_saw_follows_from_its_lineage(page, stage, changed, has_turns, has_calls):
-    stages = ALONE["stages"] | {"sft": ALONE["stages"]["sft"] | changed}
-    code = """
-      const [told, done] = arguments;
-      import("/chat/facts.js").then((facts) => {
-        facts.learn({ models: { m: told }, ratings: "" });
-        const { hasTurns = null, hasCalls = null } = facts.factsOf("m");
-        done([hasTurns, hasCalls]);
-      });
-    """
-    told = {"run": "r", "stage": stage, "stages": stages}
-    assert page.chrome.execute_async_script(code, told) == [has_turns, has_calls]
 
 
 def test_a_link_puts_two_stages_side_by_side_each_with_its_system_prompt_and_the_better_answer_is_a_pair(

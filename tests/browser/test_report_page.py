@@ -136,6 +136,24 @@ def test_a_stage_that_begins_again_and_a_plot_that_comes_between_leave_the_zoom(
         zoomed("#training-pretrain-gradient-norm", 5)
 
 
+def test_what_a_reader_unfolded_stays_so_over_a_stop_and_a_resume(chrome, store, workspaces):
+    with serving(make_app(store, ["r"])) as port:
+        workspaces.write("rl", range(1, 6))
+        chrome.get(f"http://127.0.0.1:{port}/")
+        until(chrome, "document.querySelector('.news').textContent.startsWith('as of')")
+        until(chrome, "document.querySelector('#training-rl-reward') !== null")
+        chrome.execute_script("document.querySelector('#Config-rl, #config-rl').open = true")
+        for steps, state in ((6, "stopped"), (7, "waiting"), (8, "running")):
+            fields = {
+                "state": state,
+                **({"key": "", "workspace": ""} if state == "waiting" else {}),
+            }  # as a resume does
+            store.change_run("r", lambda record, fields=fields: record.with_stage("rl", **fields))
+            workspaces.write("pretrain", [22 + steps])
+            until(chrome, f"document.querySelector('.plot').data[0].x.at(-1) === {22 + steps}")
+            assert chrome.execute_script("return document.querySelector('#config-rl').open"), state
+
+
 def test_runs_are_drawn_over_each_other_on_one_page_with_what_differs(chrome, store, workspaces):
     with serving(make_app(store, ["r", "other"])) as port:
         chrome.get(f"http://127.0.0.1:{port}/")

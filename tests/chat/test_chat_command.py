@@ -1,6 +1,7 @@
 """What `nanodag chat` starts."""
 
 import os
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -31,6 +32,13 @@ def started(monkeypatch):
 
 def test_a_folder_is_talked_to_in_the_terminal(started, chat_model):
     assert started(chat_model, "--message", "hi") == ["-m", "nanodag.chat", str(chat_model), "--message", "hi"]
+
+
+def test_what_the_model_was_trained_on_decides_how_the_terminal_asks_it(started, chat_model, monkeypatch):
+    for facts, how in (({}, []), ({"has_turns": False, "has_calls": False}, ["--alone", "--no-tools"])):
+        model = ("sft", chat_model, facts)
+        monkeypatch.setattr(sys.modules["nanodag.cli.serve"], "found_model", lambda *_, model=model: model)
+        assert started("RUN", "sft") == ["-m", "nanodag.chat", str(chat_model), *how]
 
 
 def test_web_serves_the_page_with_every_model_and_opens_it(started, chat_model, tmp_path):

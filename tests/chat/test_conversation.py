@@ -57,6 +57,15 @@ def test_a_message_that_does_not_fit_alone_is_refused_and_forgotten():
     assert length_of_prompt(talk, "one two three four five six seven") == 8
 
 
+def test_a_model_of_single_questions_is_sent_each_message_without_those_before_it():
+    talk = conversation()
+    talk.is_alone = True
+    talk.begin_again("brief")
+    assert [length_of_prompt(talk, "a b"), length_of_prompt(talk, "c")] == [2 + 3, 2 + 2]
+    assert talk.command("/history") == "Earlier messages are sent too."
+    assert length_of_prompt(talk, "d") == 2 + 2 + 2
+
+
 def test_a_model_that_cannot_be_offered_tools_is_asked_without_them():
     def render(body):
         if body.tools:

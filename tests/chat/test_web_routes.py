@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 from nanodag.chat import tools
 from nanodag.chat.tools import DEFINITIONS, MAX_RESULT_CHARACTERS, TOOLS, call
 from nanodag.chat.web import __main__ as command
-from nanodag.chat.web import ratings
 from nanodag.chat.web import routes as web
 from nanodag.chat.web.facts import facts_of
 from nanodag.chat.web.routes import LONGEST, to_html
@@ -293,38 +292,47 @@ def test_ratings_at_once_are_all_kept_and_a_file_has_an_end(client, tmp_path, mo
         assert {a.status_code for a in pool.map(lambda i: post(client, "/chat/rate", PAIR | {"id": i}), ids)} == {200}
     path = tmp_path / "ratings" / "r.pairs.jsonl"
     assert sorted(json.loads(line)["id"] for line in path.read_text().splitlines()) == sorted(ids)
-    monkeypatch.setattr(ratings, "MAX_BYTES", path.stat().st_size)
+    monkeypatch.setattr(web, "MAX_RATED_BYTES", path.stat().st_size)
     answer = post(client, "/chat/rate", PAIR)
     assert answer.status_code == 507 and "is full" in answer.json()["error"]["message"]
     assert len(path.read_text().splitlines()) == 24
 
 
-SORTS = {"url": "python:nanodag.data.lists:sort", "adapter": "problem", "options": {}}
-CHATS = {"url": "hub:HuggingFaceTB/smol-smoltalk:train", "adapter": "auto", "options": {}}
+SORTS = {"url": "python:nanodag.data.lists:sort", "adapter": "problem"}
+CHATS = {"url": "hub:HuggingFaceTB/smol-smoltalk:train", "adapter": "auto"}
 SUMS = {"url": "hub:openai/gsm8k/main:train", "adapter": "auto", "options": {"tools": True}}
+OWN = {"url": "file:x.jsonl", "adapter": "mine:rows"}
+UNKNOWN = {"inputs": {}}
 
 
-def test_a_run_says_what_its_models_were_trained_on_and_are_tried_with():
-    made = {"url": "input:conversations", "adapter": "auto", "options": {}}
-    stages = {
-        "sft": {"kind": "sft", "data": [SORTS, CHATS, SUMS]},
-        "rl": {"kind": "rl", "data": [made], "rollout": {"generate": {"name": "calculator"}}},
-        "eval_rl": {"kind": "eval", "chat": True, "sample_prompts": ["Sort: 2 1"]},
-    }
-    inputs = {"sft": {}, "rl": {"model": "sft"}, "eval_rl": {"model": "rl"}}
-    entries = {name: stage_record(stages[name]["kind"], inputs=inputs[name]) for name in stages}
-    assert facts_of(run_record("r", stages=entries, pipeline={"stages": stages}), "rl") == {
-        "run": "r",
-        "stage": "rl",
-        "stages": {
-            "sft": {"kind": "sft", "inputs": [], "generate": "one_turn", "data": [
-                {"adapter": "problem", "tools": False}, {"adapter": "smoltalk", "tools": False},
-                {"adapter": "gsm8k", "tools": True},
-            ]},
-            "rl": {"kind": "rl", "inputs": ["sft"], "generate": "calculator", "data": []},
-            "eval_rl": {**stages["eval_rl"], "inputs": ["rl"], "generate": "one_turn", "data": []},
-        },
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "changed", "has_turns", "has_calls"),
+    [
+        ("rl", {}, False, False),
+        ("rl", {"data": [CHATS]}, True, False),
+        ("rl", {"data": [SUMS]}, False, True),
+        ("rl", {"data": [OWN]}, True, True),
+        ("rl", {"rollout": {"generate": {"name": "calculator"}}}, True, True),
+        ("rl", UNKNOWN, None, None),
+        ("", {}, None, None),
+    ],
+)
+def test_what_a_model_saw_and_is_tried_with_follows_from_its_lineage(stage, changed, has_turns, has_calls):
+    inputs = {"pretrain": {}, "sft": {"model": "pretrain"}, "rl": {"model": "sft"}}
+    inputs |= {f"eval_{name}": {"model": name} for name in ("base", "sft", "rl")}
+    configs = {name: {"kind": name, "data": [SORTS]} for name in ("sft", "rl")}
+    configs["pretrain"] = {"kind": "pretrain", "data": [{"url": "file:c.jsonl", "adapter": "messages"}]}
+    asked = {"eval_base": {"chat": False, "sample_prompts": ["In"]}, "eval_sft": {"sample_prompts": ["2 1", "b"]}}
+    configs |= {name: {"kind": "eval", **config} for name, config in asked.items()}
+    configs["eval_rl"] = {"kind": "eval", "chat": True, "sample_prompts": ["c", "b"]}
+    configs["sft"] |= changed
+    entries = {name: stage_record(config["kind"], inputs=inputs[name]) for name, config in configs.items()}
+    if changed is UNKNOWN:
+        entries["sft"] = stage_record("sft")
+    found = facts_of(run_record("r", stages=entries, pipeline={"stages": configs}), stage)
+    assert (found.get("has_turns"), found.get("has_calls")) == (has_turns, has_calls)
+    assert (found["run"], found["stage"]) == ("r", stage)
+    assert found["prompts"] == (["c", "b", "2 1"] if stage else ["2 1", "b", "c"])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import time
 
@@ -9,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from nanodag.cli import parameters
-from nanodag.cli.live_table import stage_table
+from nanodag.cli.live_table import LiveTable, make_console, stage_table
+from nanodag.cli.plan import show_plan
 from nanodag.cli.run import _Attended
+from nanodag.cli.show import _print_run
 from nanodag.run.progress import progress_of
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
@@ -60,6 +63,15 @@ def test_a_stage_that_has_published_and_is_not_yet_recorded_as_built_does_not_st
     assert (found.state, found.amount) == ("running", "")
 
 
+def test_a_stage_that_waits_for_cores_is_queued_and_its_line_says_why(store):
+    entry = stage_record("sft", reason="waits for 2 of 2 cores, held by rl of run a.", started=time.time())
+    (found,) = progress_of(store, run_record("r", stages={"s": entry}))
+    console = Console(file=io.StringIO(), width=200)
+    with LiveTable(console, store) as watch:
+        watch.show(run_record("r", stages={"s": entry}), {"name": "Running"})
+    assert found.state == "queued" and "held by rl of run a" in console.file.getvalue()
+
+
 def test_what_is_left_follows_from_the_speed_and_what_is_done_from_all_benchmarks(store, tmp_path):
     assert progress(store, "tokenizer", *READ).left_s == pytest.approx(2.5)
     assert progress(Store(tmp_path / "other"), "eval", SCORE, *ASKED).done == pytest.approx(0.65)
@@ -72,6 +84,17 @@ def test_a_finished_stage_shows_what_its_manifest_says(store, tmp_path):
     artifact = publish(store, tmp_path / "made", kind="eval", config=config, metrics=metrics)
     (found,) = progress_of(store, run_record("r", stages={"s": built(artifact)}))
     assert (found.reached, found.done) == ("sort 41.5 %", 1.0)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_tables_of_runs_and_of_a_plan_fit_their_terminal(store, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("nanodag.cli.live_table.Console.is_terminal", True)
+    _print_run(make_console(), run_record("r", stages={name: stage_record("eval") for name in ("eval_b", "s")}), "")
+    show_plan([], preset="pocket", file="", on="cpu:2:avx2:64GiB", price_per_hour=1.0, as_json=False)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert all(len(line) <= width for line in shown) and not any("…" in line for line in shown)
+    assert any(line.split()[0] == "pretrain" and "min" in line for line in shown if line.strip())
 
 
 @pytest.mark.parametrize("width", [70, 80, 120])

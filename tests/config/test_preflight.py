@@ -21,6 +21,7 @@ from nanodag.rl.rollouts.rollout import Rollout, prompt_span, write_rollouts
 from nanodag.run.preflight import check_before_start
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.python_path import note_python_path
+from nanodag.store import Store
 from tests.config.stages import STAGES
 from tests.core_bundle import write_bundle
 from tests.flow.tiny_mirror import write_mirror
@@ -97,6 +98,12 @@ def test_a_pipeline_whose_everything_is_there_passes(folder):
     more = ["rl.generate=mine_pf:generate", "rl.inputs={model: model}", "rl.lora_rank=64"]
     loss = ["rl.policy_loss=mine_pf:loss", "rl.clip_low=0.1"]
     assert faults(folder, *own, *data, *more, *loss) == []
+
+
+def test_one_fault_of_several_settings_is_said_once_with_all_of_them(folder):
+    lost = "[{url: 'package:not-there-pf/x.json', adapter: %s}]"
+    [fault] = faults(folder, f"base.data={lost % 'text'}", f"rl.data={lost % 'problem'}")
+    assert fault.startswith("base.data.0, rl.data.0: Source 'package:not-there-pf/x.json'") and "pip install" in fault
 
 
 def test_a_held_out_share_of_too_few_rows_to_hold_one_is_refused(folder):
@@ -191,7 +198,7 @@ def test_config_asks_neither_the_hub_nor_for_tools(folder, capsys):
 
 def check(folder, *overrides, stage="rl"):
     pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
-    check_before_start(pipeline, file=folder / "pipeline.yaml", remembered=folder / "checked", stages=[stage])
+    check_before_start(pipeline, Store(folder), file=folder / "pipeline.yaml", stages=[stage])
 
 
 def test_what_does_not_fit_this_machine_is_refused_before_anything_is_looked_at(folder, monkeypatch):

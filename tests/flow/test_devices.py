@@ -20,7 +20,7 @@ from nanodag.host.machine import machine_of
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.run.build_stage import steps_back_s
 from nanodag.worker import devices as module
-from nanodag.worker.devices import Devices, devices_for, hold, named_gpus
+from nanodag.worker.devices import Devices, devices_for, hold, holders, named_gpus
 
 HOLDER = """
 import sys, time
@@ -91,6 +91,15 @@ def test_a_killed_holder_holds_nothing(tmp_path):
     holder.wait()
     holder.stdout.close()
     assert taken(tmp_path, devices) == (0, 1)
+
+
+def test_who_waits_hears_who_holds_what_it_waits_for(tmp_path):
+    two, stop, said = Devices(name="cpu", capacity=2, wanted=2), threading.Event(), []
+    with hold(tmp_path, Devices(name="cpu", capacity=2), holder="sft of run a"), pytest.raises(StageStopped):
+        threading.Timer(0.5, stop.set).start()
+        with hold(tmp_path, two, stop=stop, say=said.append):
+            raise AssertionError("one of them was held")
+    assert said == ["waits for 2 of 2 cores, held by sft of run a"] and holders(tmp_path, "cpu") == {}
 
 
 class Clock:

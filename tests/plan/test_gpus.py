@@ -20,6 +20,7 @@ from nanodag.plan.make import plan_of
 from nanodag.plan.sizes import Sizes
 from nanodag.plan.speeds import Asked, PlannedDevices, overlapped_s, weights_s
 from nanodag.run.stale_stages import config_digest, made_stages
+from nanodag.worker.devices import Devices, devices_folder, hold
 from tests.run_records import built, run_record
 from tests.store.making import key, publish
 
@@ -196,8 +197,15 @@ def test_a_stage_reads_no_more_than_its_files_have_and_says_how_often(tmp_path, 
     assert tokenizer["read_bytes"] == pretrain["read_bytes"] == 600_000
     assert any("its data of 600.0 kB are passed" in note for note in pretrain["notes"])
     code, plan = said(lost, "pocket", "")
-    assert code == 2 and f"pretrain.data.0: file:{tmp_path}/*.jsonl matches no file" in plan["faults"][0]
+    assert code == 2 and f"pretrain.data.0: Source 'file:{tmp_path}/*.jsonl' matches no file" in plan["faults"][0]
     assert said(lost, "speedrun", "8xH100")[0] == 0, "another machine has files of its own"
+
+
+def test_a_plan_says_who_holds_the_machine_now(store, monkeypatch, capsys):
+    monkeypatch.setattr("nanodag.cli.plan.check_names", lambda *_, **__: None)
+    with hold(devices_folder(store), Devices(name="cpu", capacity=1), holder="sft of run a"):
+        show_plan([f"store.url={store.url}"], preset="pocket", file=str(FILE), on="", price_per_hour=0, as_json=True)
+    assert any("held now by sft of run a" in text for text in json.loads(capsys.readouterr().out)["warnings"])
 
 
 @pytest.mark.parametrize(("name", "text"), [("empty.jsonl", ""), ("numbers.jsonl", '{"x": 1}\n'), ("empty.txt", "")])

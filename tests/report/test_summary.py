@@ -92,7 +92,7 @@ def test_it_is_shown_in_the_terminal_and_as_an_artifact(store, record, tmp_path)
         print_summary(Console(file=stream, width=100), store, record)
         stream.seek(0)
         said = stream.read()
-    assert "60.0 (50.0–70.0)" in said and "better gains: RL over SFT" in said and "worse  loses: RL over SFT" in said
+    assert "60.0  50.0–70.0" in said and "better gains: RL over SFT" in said and "worse  loses: RL over SFT" in said
     assert "rl learned nothing" in said
     text = markdown(store, record)
     assert text.startswith("# Report of run r\n") and "| loses | RL − SFT | −30.0" in text

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from nanodag.config.kinds import find_kind
-from nanodag.report.gather import ReportedStage
-from nanodag.report.unusual import unusual
+from nanodag.report.gather import ReportedStage, unusual
 
 # `pocket`, midtraining, every tenth step, batches of 4,096 tokens of five sources.
 MIXTURE = [

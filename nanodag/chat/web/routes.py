@@ -6,7 +6,7 @@
     POST /chat/render   {"text": Markdown} -> {"html": HTML}
     POST /chat/tool     {"name": ..., "arguments": JSON as the model wrote it} -> {"result": text, "failed": bool}
     POST /chat/about    {} -> {"models": name -> what facts.py says of it, "ratings": where they are kept, or ""}
-    POST /chat/rate     {"id", "kind", "row"} as ratings.py has them -> {"file": path, "count": how many rows it has}
+    POST /chat/rate     {"id", "kind", "row"} as keep_rating has them -> {"file": path, "count": how many rows it has}
 
 Only a script of the page itself is answered a POST: it must be JSON, which a form of another site cannot send, and its
 Origin must be this server; an origin that `--cors` names may ask models, and run nothing. The application that these
@@ -33,13 +33,19 @@ from starlette.routing import Route
 
 from nanodag.api.refusals import Refused
 from nanodag.chat.tools import DEFAULT_TOOLS, DEFINITIONS, FAILED, MAX_ROUNDS, TOOLS, call, why_not
-from nanodag.chat.web.ratings import keep_rating
+from nanodag.data.adapters import open_adapter
+from nanodag.errors import SourceError
+from nanodag.store.atomic import locked, write_bytes
 
 FOLDER = Path(__file__).parent
 PAGE = "index.html"
 LONGEST = 32 << 10  # characters of Markdown; a fifth of a second of CPU for the worst that was tried
 MAX_BODY_BYTES = 8 * LONGEST  # a character takes 6 bytes at most, as JSON's \uXXXX
 MAX_CALLS_WAITING = 16
+RATED = ("pairs", "thumbs")  # in a file each, of rows that a stage of kind `preference` reads; thumbs by loss=kto alone
+RATING_ID = re.compile(r"[\w-]{1,100}", re.ASCII)
+MAX_RATED_BYTES = 32 << 20  # of a file; it is written anew for each rating
+LOCK_S = 10.0
 HEADERS: dict[str, str] = yaml.safe_load((FOLDER / "headers.yaml").read_text(encoding="utf-8"))
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
@@ -180,3 +186,37 @@ def to_html(text: str) -> str:
         message = f"the text has {len(text)} characters, and {LONGEST} are rendered at most"
         raise Refused(message, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     return _READER.render(text)
+
+
+def keep_rating(body: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Write a rating into PATH.pairs.jsonl or PATH.thumbs.jsonl, whose old or new content is there at any instant.
+    Returns the file and how many rows it has. Raises Refused for what is no rating, and for a file that is full.
+
+    body: id, of what is rated: a later rating of it replaces the earlier one; kind; row, as the adapter `preference`
+    reads it, None to take the rating back.
+    """
+    rating_id, kind, row = (body.get(name) for name in ("id", "kind", "row"))
+    if not (isinstance(rating_id, str) and RATING_ID.fullmatch(rating_id) and kind in RATED):
+        raise Refused(f"a rating has an id of up to 100 letters, and a kind of {' or '.join(RATED)}", param="id")
+    file, begin = path.with_name(f"{path.name}.{kind}.jsonl"), f'{{"id": "{rating_id}", '.encode()
+    new = [] if row is None else [_rated_line(rating_id, row, kind)]
+    with locked(file.with_suffix(".lock"), timeout_s=LOCK_S):
+        before = file.read_bytes().splitlines() if file.exists() else []
+        lines = [*(line for line in before if not line.startswith(begin)), *new]
+        content = b"".join(line + b"\n" for line in lines)
+        if len(content) > MAX_RATED_BYTES:
+            raise Refused(f"{file} is full: move it elsewhere, and rate on", status=507)
+        write_bytes(file, content)
+    return {"file": str(file), "count": len(lines)}
+
+
+def _rated_line(rating_id: str, row: Any, kind: str) -> bytes:
+    """The row with its id, once the adapter has read it. Raises Refused for what it cannot read, or UTF-8 hold."""
+    columns = ("chosen", "rejected") if kind == "pairs" else ("completion", "label")
+    try:
+        kept = {name: row[name] for name in ("prompt", *columns, "models")}
+        open_adapter("preference", "rating", "preference" if kind == "pairs" else "judgement", {})(0, kept)
+        line = json.dumps({"id": rating_id, **kept}, ensure_ascii=False).encode()
+    except (SourceError, LookupError, TypeError, UnicodeError) as error:
+        raise Refused(f"this is no row of {kind}: {error!s:.300}", param="row") from error
+    return line
