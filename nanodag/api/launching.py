@@ -67,10 +67,8 @@ def served_model(
 
     settings = _settings(args, device, context, token, num_models)
     if adapters:
-        if args.engine == "embedded" or (args.engine, device) == ("sglang", "cpu"):
-            raise ConfigError(
-                f"--adapter: {args.engine} on {device} answers with no adapters; take vllm, or sglang on a GPU."
-            )
+        if args.engine != "vllm":
+            raise ConfigError(f"--adapter: {args.engine} has the weights of one model; take --engine vllm.")
         with faults_of_config():
             rank = max(int(read_json(adapter / ADAPTER_CONFIG)["r"]) for adapter in adapters)
         held = {weights_digest(adapter): adapter for adapter in adapters}

@@ -125,8 +125,8 @@ def serve(
         followed = [f"--follow={record.run}", f"--follow-stage={stage}"]
         options = [*followed, f"--store={store.url}", f"--store-local={store.local}", *options]
     else:
-        model = found_model(run, stage, file, apart=engine != "embedded")
-    _serve(model, run, also, file, options, apart=engine != "embedded")
+        model = found_model(run, stage, file, apart=engine == "vllm")
+    _serve(model, run, also, file, options, apart=engine == "vllm")
 
 
 def serve_sampler(

@@ -196,9 +196,7 @@ def _sglang(settings: EngineSettings) -> list[str]:
         **(CPU_OPTIONS if settings.device == "cpu" else {}),
         **{name.replace("_", "-"): value for name, value in settings.options.items()},
     }
-    adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
-    named = arguments({n: v for n, v in options.items() if v is not None})
-    return [str(SHIM), *named, *(["--enable-lora", "--lora-paths", *adapters] if adapters else [])]
+    return [str(SHIM), *arguments({n: v for n, v in options.items() if v is not None})]
 
 
 def _guest_environment(settings: EngineSettings) -> dict[str, str]:

@@ -34,6 +34,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from nanodag.engines.vllm_answers import GREEDY_BELOW, completion, sampling_params
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.threads import all_of
 from nanodag.inference import protocol as p
@@ -51,7 +52,7 @@ if not _WAS_THERE:
     sys.path.remove(_ROOT)
 
 DONE = {"success": True, "message": "Success"}
-GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 0.01  # vLLM's own
+LEAST_TEMPERATURE = 0.01  # vLLM's own
 
 
 class VllmServer:
@@ -152,60 +153,17 @@ class VllmServer:
         try:
             async with self._one_at_a_time:  # not in the midst of new weights
                 self._in_flight.add(rid)
-            prompt, params = {"prompt_token_ids": list(request.input_ids)}, self._params(request, is_stream)
-            async with aclosing(
-                self.engine.generate(prompt, params, rid, lora_request=self._adapters[request.lora_path])
-            ) as outputs:
+            prompt, adapter = {"prompt_token_ids": list(request.input_ids)}, self._adapters[request.lora_path]
+            params = sampling_params(request, self.folder.eos_token_ids, self._facts, is_stream=is_stream)
+            async with aclosing(self.engine.generate(prompt, params, rid, lora_request=adapter)) as outputs:
                 async for output in outputs:
-                    yield {one.index: self._completion(request, output, one) for one in output.outputs}
+                    facts = {**self._facts, "weight_version": self.version}
+                    yield {one.index: completion(request, output, one, facts) for one in output.outputs}
         except self._refusal as error:
             raise BadRequest(str(error)) from error
         finally:
             self._in_flight.discard(rid)
             self._taken.discard(rid)
-
-    def _params(self, request: p.Request, is_stream: bool) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        asked, room = request.params, self._facts["context_length"] - len(request.input_ids)
-        is_greedy = asked.temperature < GREEDY_BELOW
-        return SamplingParams(
-            **asked.model_dump(include={"top_p", "top_k", "ignore_eos", "skip_special_tokens"}),
-            n=1 if is_greedy else asked.n,  # it takes no more, as all are alike
-            temperature=0.0 if is_greedy else asked.temperature,
-            seed=asked.sampling_seed,
-            stop=list(asked.stop or ()),
-            stop_token_ids=[] if asked.ignore_eos else [*asked.stop_token_ids, *self.folder.eos_token_ids],
-            max_tokens=max(1, room if asked.max_new_tokens is None else asked.max_new_tokens),
-            logprobs=request.top_logprobs if request.return_logprob else None,
-            prompt_logprobs=request.top_logprobs if request.return_logprob and request.score_prompt else None,
-            include_stop_str_in_output=asked.no_stop_trim,
-            detokenize=self._facts["has_tokenizer"],
-            output_kind=RequestOutputKind.CUMULATIVE if is_stream else RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _completion(self, request: p.Request, output: Any, one: Any) -> p.Completion:
-        """One sample: a CompletionOutput of vLLM's RequestOutput."""
-        num_new = len(one.token_ids) if request.params.max_new_tokens != 0 else 0
-        ids, prompt, most = list(one.token_ids)[:num_new], list(request.input_ids), request.top_logprobs
-        spans = [p.VersionSpan(version=s.version, start=s.start, end=s.end) for s in one.weight_versions or () if ids]
-        told, scored = list(one.logprobs or ())[:num_new], list(output.prompt_logprobs or ())
-        return p.Completion(
-            rid=str(request.rid),
-            output_ids=ids,
-            logprobs=[place[token].logprob for token, place in zip(ids, told, strict=False)],
-            finish_reason=_reason(one, num_new),
-            weight_version=spans[-1].version if spans else self.version,
-            weight_versions=spans,
-            num_prompt_tokens=len(prompt),
-            num_cached_tokens=output.num_cached_tokens or 0,
-            text=one.text if self._facts["has_tokenizer"] else None,
-            prompt_ids=prompt if scored else (),
-            prompt_logprobs=[of and of[token].logprob for token, of in zip(prompt, scored, strict=False)],
-            top_logprobs=[_likeliest(of, most) for of in told] if most else (),
-            prompt_top_logprobs=[of and _likeliest(of, most) for of in scored] if most else (),
-        )
 
     async def pause_generation(self, http: HttpRequest) -> Response:
         mode = (await body_of(http, p.PauseBody)).mode
@@ -359,23 +317,6 @@ class VllmServer:
 
     async def server_info(self, http: HttpRequest) -> Response:
         return JSONResponse(dict(self._facts))
-
-
-def _reason(one: Any, num_new: int) -> p.FinishReason | None:
-    """vLLM's reason as the protocol has it; it names no token where the model's own end came."""
-    if one.finish_reason is None:
-        return None
-    if one.finish_reason == "abort":
-        return p.FinishReason(type="abort", message="aborted")
-    if one.finish_reason not in ("stop", "length"):
-        raise SamplerError(f"vLLM failed at a request: {one.finish_reason}")
-    if one.finish_reason == "length" or not num_new:
-        return p.FinishReason(type="length")
-    return p.FinishReason(type="stop", matched=one.token_ids[-1] if one.stop_reason is None else one.stop_reason)
-
-
-def _likeliest(place: Mapping[int, Any], most: int) -> p.Top:
-    return [(token, found.logprob) for token, found in sorted(place.items(), key=lambda item: item[1].rank)[:most]]
 
 
 def _end(reason: str) -> None:

@@ -29,7 +29,7 @@ class EngineSettings(BaseModel):
     base: Path | None = None
     """The model of adapters, for embedded and vLLM; `model` may then be a folder of them. None: `model`."""
     adapters: Mapping[str, Path] = {}
-    """Folders of peft's format over `model`, by the names that requests give: for SGLang and vLLM."""
+    """Folders of peft's format over `model`, by the names that requests give: for vLLM."""
     lora_rank: int = 0
     """Largest one of adapters that it has or gets."""
     weight_version: str = "default"

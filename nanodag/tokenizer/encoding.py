@@ -1,8 +1,8 @@
 """Text and bytes to token ids and back, for any Hugging Face folder with a tokenizer.json.
 
 What is promised. Text (any string that UTF-8 can hold): decode(encode(text)) == text, with our own tokenizers and every
-byte-level one. Bytes, valid UTF-8 or not: decode_bytes(encode_bytes(data)) == data, with the same tokenizers. Text is
-only text: `<|end|>` in a document becomes ordinary tokens, never the special one.
+byte-level one; decode_bytes gives the bytes of any ids, valid UTF-8 or not. Text is only text: `<|end|>` in a document
+becomes ordinary tokens, never the special one.
 """
 
 import json
@@ -22,8 +22,6 @@ from nanodag.tokenizer import bounds
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer
-
-_ESCAPED_BYTE = re.compile("([\udc80-\udcff])")
 
 
 def byte_to_character() -> dict[int, str]:
@@ -106,16 +104,6 @@ class Encoding:
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens by name; bytes that are not UTF-8 become U+FFFD (decode_bytes keeps them)."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-    def encode_bytes(self, data: bytes) -> list[int]:
-        """Ids whose bytes are exactly data: text where it is UTF-8, single-byte tokens where it is not."""
-        ids: list[int] = []
-        for piece in _ESCAPED_BYTE.split(data.decode("utf-8", "surrogateescape")):
-            if _ESCAPED_BYTE.match(piece):
-                ids.append(self.token_id(byte_to_character()[ord(piece) - 0xDC00]))
-            elif piece:
-                ids.extend(self.encode(piece))
-        return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The exact bytes of ordinary tokens; special tokens have none."""

@@ -92,8 +92,8 @@ def test_one_engine_answers_for_a_base_and_two_adapters_as_peft_does(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--engine=embedded"], "embedded on cpu answers with no adapters"),
-        (["--engine=sglang"], "sglang on cpu answers with no adapters"),
+        (["--engine=embedded"], "embedded has the weights of one model"),
+        (["--engine=sglang"], "sglang has the weights of one model"),
         (["--engine=vllm", "--follow=base"], "which --follow changes"),
         (["--engine=vllm", "--adapter=three={tmp}/base"], "has no adapter_config.json"),
     ],

@@ -21,6 +21,7 @@ from tests.rl import functions
 from tests.rl.fakes import FakeSampler, SeenPool
 from tests.rl.templates import LLAMA3, QWEN3, QWEN25, renderer_of
 from tests.rl.turns import CONTEXT, batch_of, config, generator_of, prompts
+from tests.tokenizer.byte_ids import encode_bytes
 from tests.tokenizer.chat_templates import CODER, GLM
 
 RESULT = "<|tool_result|>"
@@ -159,7 +160,7 @@ def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
     stage = config(generate="calculator", **LONG)
     end, written = renderer.stop_ids[0], CALLS_AS_WRITTEN[template]
     # a byte a token, so that text made into ids again would be other ids
-    call = [*(encoding.encode_bytes(bytes([byte]))[0] for byte in written.encode()), end]
+    call = [*(encode_bytes(encoding, bytes([byte]))[0] for byte in written.encode()), end]
     # a tool that there is not, and where the spelling is Qwen2.5's a text in the place of its arguments
     wrong = [*encoding.encode(written.replace('{"expression": "4*2"}', '"4*2"').replace("calculator", "abacus")), end]
     replies = [call, wrong, [*encoding.encode("so 8"), end]]

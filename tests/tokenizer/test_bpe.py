@@ -16,6 +16,7 @@ from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
 from nanodag.tokenizer.train import SAMPLES
+from tests.tokenizer.byte_ids import encode_bytes
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def encoding(folder):
 @example(data=b"\xed\xa0\x80 lone surrogate \xf0\x9f\x99")
 @example(data=b"<|end|><|bos|> it's 12345\r\n\n  \t x")
 def test_any_bytes_come_back(encoding, data):
-    ids = encoding.encode_bytes(data)
+    ids = encode_bytes(encoding, data)
     assert encoding.decode_bytes(ids) == data
     assert not encoding.special_ids & set(ids)
 
