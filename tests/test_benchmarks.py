@@ -16,6 +16,7 @@ from benchmarks import (
     pocket,
     replay_learns,
     retry,
+    step_judge,
     verifiers_learns,
 )
 from benchmarks import plan as plan_benchmark
@@ -54,6 +55,15 @@ def test_the_last_step_is_read_from_the_workspace_under_the_key(store):
     path.parent.mkdir(parents=True)
     path.write_text('{"event": "step", "step": 7}\n{"event": "step", "st')
     assert retry.last_step(store, "r") == 7
+
+
+def test_what_follows_a_spoilt_line_is_wrong_and_a_judge_finds_the_line_or_not():
+    question = "Sort in steps: 52 17 98"
+    right, wrong = ["52", "17 52", "17 52 98"], ["52", "52 17", "52 17 98"]
+    assert step_judge.steps_of(question) == right and step_judge.labels_of(question, wrong) == [True, False, False]
+    chances = [[0.9, 0.9, 0.9], [0.9, 0.2, 0.9], [0.2, 0.1, 0.1]]
+    found = step_judge.found([(question, right), (question, wrong), (question, wrong)], chances)
+    assert found == {"steps": 77.8, "first_error": 50.0, "no_error": 100.0, "answers_with_error": 2}
 
 
 def test_orchestration_is_what_a_task_took_beside_its_worker(capsys):

@@ -54,6 +54,13 @@ class Kind:
         """Every input that a stage may name -> what it must be."""
         return {**self.needs, **self.may_take}
 
+    def product_of(self, label: str) -> str | None:
+        """The word of `makes` that an input must be; None where there is no such input. Settings name conversations and
+        reward models by their label, so there may be several: `conversations`, `conversations_2`, `conversations_new`.
+        """
+        several = (name for name in (CONVERSATIONS, REWARD_MODEL) if label.startswith(f"{name}_"))
+        return self.inputs.get(label) or self.inputs.get(next(several, ""))
+
     @property
     def is_about_others(self) -> bool:
         """True for a kind that scores or shows what other stages made."""

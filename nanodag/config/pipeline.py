@@ -304,7 +304,7 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.inputs.{label}: there is no stage {source!r}.{near}")
             if kind.takes_what_exists:
                 continue
-            if (product := kind.inputs.get(label)) is None:
+            if (product := kind.product_of(label)) is None:
                 near = nearest(label, kind.inputs) or f" Inputs of kind {stage.kind} are {listed(kind.inputs)}."
                 raise ValueError(f"stages.{name}.inputs: there is no input {label!r}.{near}")
             if find_kind(self.stages[source].kind).makes != product:
@@ -316,21 +316,21 @@ class Pipeline(Section):
 
         rewards = list(found_in(stage, RewardConfig))
         for where, reward in rewards:
-            if (label := reward.from_input) and (label not in stage.inputs or kind.inputs.get(label) != REWARD_MODEL):
+            if (label := reward.from_input) and (label not in stage.inputs or kind.product_of(label) != REWARD_MODEL):
                 raise ValueError(
                     f"stages.{name}.{where}: {reward.name} needs an input {label!r} that a stage of kind reward_model "
                     "makes; say inputs: {reward_model: STAGE} and model:input:reward_model"
                 )
 
         judges = {reward.from_input for _, reward in rewards}
-        if idle := [label for label in stage.inputs if kind.inputs.get(label) == REWARD_MODEL and label not in judges]:
+        if idle := [label for label in stage.inputs if kind.product_of(label) == REWARD_MODEL and label not in judges]:
             raise ValueError(f"stages.{name}.inputs.{idle[0]} judges nothing; say reward: model:input:{idle[0]}")
 
         for where, read in found_in(stage, SourceConfig):
             if not read.url.startswith("input:"):
                 continue
             label = parse_url(read.url).path
-            if label not in stage.inputs or kind.inputs.get(label) != CONVERSATIONS:
+            if label not in stage.inputs or kind.product_of(label) != CONVERSATIONS:
                 raise ValueError(
                     f"stages.{name}.{where}: {read.url} needs an input {label!r} that a stage of kind select makes; "
                     "say inputs: {conversations: STAGE} and input:conversations, in a stage that trains on such"

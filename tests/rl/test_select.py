@@ -56,11 +56,14 @@ def test_a_stage_without_a_good_answer_fails_and_says_what_was_left_out(tmp_path
         run(job)
 
 
-def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_path):
-    stages = {**STAGES, "best": SELECT, "sft": {**SFT, "data": ["input:conversations[:50]"]}}
-    config = Pipeline(preset="p", stages=stages).stages["sft"]
-    job = Job(name="sft", run="r", config=config, inputs={"conversations": tmp_path}, workspace=tmp_path)
-    assert read_job(write_job(job)).config.data[0].url == f"file:{tmp_path}/{ROWS}[:50]"
+def test_sources_of_several_inputs_become_their_files_in_the_worker_with_their_slices(tmp_path):
+    inputs, data = {"conversations": "best", "conversations_new": "newer"}, ["input:conversations[:50]"]
+    sft = {**SFT, "inputs": {"model": "base", **inputs}, "data": [*data, "input:conversations_new"]}
+    config = Pipeline(preset="p", stages={**STAGES, "best": SELECT, "newer": SELECT, "sft": sft}).stages["sft"]
+    folders = {label: tmp_path / stage for label, stage in inputs.items()}
+    job = Job(name="sft", run="r", config=config, inputs=folders, workspace=tmp_path)
+    urls = [source.url for source in read_job(write_job(job)).config.data]
+    assert urls == [f"file:{tmp_path}/best/{ROWS}[:50]", f"file:{tmp_path}/newer/{ROWS}"]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,9 @@ def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_
         ({"best": SELECT, "sft": {**SFT, "inputs": {"model": "base"}}}, "needs an input 'conversations'"),
         ({"sft": {**SFT, "inputs": {"model": "base", "conversations": "base"}}}, "is not a conversations"),
         ({"best": {**SELECT, "data": ["input:conversations"]}}, "needs an input 'conversations'"),
+        ({"best": SELECT, "sft": {**SFT, "inputs": {"model": "base", "conversations2": "best"}}}, "no input 'convers"),
+        ({"best": {**SELECT, "inputs": {"model": "base", "conversations_2": "best"}}}, "no input 'conversations_2'"),
+        ({"sft": {**SFT, "inputs": {"model": "base", "conversations_2": "base"}}}, "is not a conversations"),
         ({"best": {**SELECT, "rollout": {"generate": "calculator"}}}, "rollout.generate"),
         ({"best": {**SELECT, "rollout": {"over_sampling": 8}}}, "over_sampling 8 is below the 32 new groups"),
         ({"best": {**SELECT, "reward": {"f1": 0}}}, "weights of 0 alone"),
