@@ -83,9 +83,13 @@ class Dialogue:
         Raises BadRequest, with the last question taken back, when it does not fit even alone or cannot be rendered.
         """
         while True:
+            tools = [DEFINITIONS[name] for name in self.tools]
             try:
-                prompt = self._rendered()
+                prompt = self.render(ChatBody.model_validate({"messages": self.messages, "tools": tools}))
             except Refused as refused:
+                if tools and refused.param == "tools":  # the model cannot be offered them
+                    self.tools, self.toolless = (), str(refused)
+                    continue
                 del self.messages[self._questions()[-1] :]
                 raise BadRequest(str(refused)) from refused
             if len(prompt.ids) + self.max_new_tokens <= self.context:
@@ -98,20 +102,6 @@ class Dialogue:
                     "shorten it, or lower /tokens."
                 )
             del self.messages[first : later[0]]
-
-    def _rendered(self) -> ChatPrompt:
-        """Without tools where the model cannot be offered them. Raises Refused for any other reason."""
-        try:
-            return self.render(self._body())
-        except Refused as refused:
-            if refused.param != "tools":
-                raise
-            self.tools, self.toolless = (), str(refused)
-            return self.render(self._body())
-
-    def _body(self) -> ChatBody:
-        tools = [DEFINITIONS[name] for name in self.tools]
-        return ChatBody.model_validate({"messages": self.messages, "tools": tools})
 
     def _questions(self) -> list[int]:
         return [place for place, message in enumerate(self.messages) if message["role"] == "user"]

@@ -16,7 +16,6 @@ from nanodag.errors.words import listed, nearest
 
 if TYPE_CHECKING:
     from nanodag.inference.engine_install import Device
-    from nanodag.inference.sglang_options import Option
 
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
 
@@ -185,8 +184,12 @@ def serve_sampler(
         raise ConfigError(f"--dtype {dtype!r} is neither float32 nor bfloat16 nor auto.")
     if engine != "embedded" and (deterministic or allow_host):
         raise ConfigError("--deterministic and --allow-host are of engine embedded; leave them out.")
-    further: dict[str, Any] = dict(map(_option, option or []))
-    for name in further:
+    further: dict[str, Any] = {}
+    for text in option or []:
+        name, equals, value = text.partition("=")
+        if not name:
+            raise ConfigError(f"--option {text!r} is not OPTION=VALUE.")
+        further[name] = {"": True, "true": True, "false": False}.get(value, value) if equals else True
         if name.replace("_", "-") in OWN:
             raise ConfigError(f"--option {name} is said otherwise: by --model, --host, --port or --api-key-file.")
     if engine == "embedded":
@@ -293,10 +296,3 @@ def found_model(name: str, stage: str, file: str, *, apart: bool = False) -> Fou
     artifact, facts = store.get(f"{record.run}:{chosen}"), facts_of(record, chosen)
     folder, adapter = store.apart(artifact) if apart else (store.materialize(artifact), None)
     return FoundModel(chosen, folder, facts, adapter)
-
-
-def _option(text: str) -> tuple[str, "Option"]:
-    name, equals, value = text.partition("=")
-    if not name:
-        raise ConfigError(f"--option {text!r} is not OPTION=VALUE.")
-    return name, {"": True, "true": True, "false": False}.get(value, value) if equals else True

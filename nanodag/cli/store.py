@@ -1,18 +1,12 @@
 """The commands that look after the store. Light: each imports what it needs when it runs."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from nanodag.cli.parameters import File, Key, ThisRun
 from nanodag.errors import StoreBusy
 from nanodag.errors.words import counted, size
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from nanodag.run.retention import Finding
-    from nanodag.store import Store
 
 COLOURS = {"whole": "green", "damaged": "red", "newer": "yellow", "unfinished": "dim"}
 SHOWN = 40
@@ -54,7 +48,15 @@ def verify(
             console.print(f"{number + 1} of {len(attempts)} read", style="dim")
     damaged = [f for f in findings if f.state == "damaged"]
     for finding in damaged if set_aside else []:
-        _set_aside(console, store, finding)
+        if finding.attempt not in store.attempts(finding.key):
+            continue
+        name = f"{finding.key[:12]}/{finding.attempt}"
+        try:
+            where = store.set_aside(finding.key, finding.attempt)
+        except StoreBusy:
+            console.print(f"{name} stays: somebody is building that key.", style="yellow")
+        else:
+            console.print(f"{name} is now {where}", soft_wrap=True)
     records = {} if names else store.unreadable_runs()
     for error in records.values():
         console.print(f"unreadable {error}", style="red", markup=False, soft_wrap=True)
@@ -65,17 +67,6 @@ def verify(
     if damaged and not set_aside:
         console.print("Take it out of the way with: nanodag verify --set-aside; the next run builds it again.")
     raise typer.Exit(1 if damaged or records else 0)
-
-
-def _set_aside(console: "Console", store: "Store", finding: "Finding") -> None:
-    if finding.attempt not in store.attempts(finding.key):
-        return
-    try:
-        where = store.set_aside(finding.key, finding.attempt)
-    except StoreBusy:
-        console.print(f"{finding.key[:12]}/{finding.attempt} stays: somebody is building that key.", style="yellow")
-        return
-    console.print(f"{finding.key[:12]}/{finding.attempt} is now {where}", soft_wrap=True)
 
 
 def gc(

@@ -7,7 +7,6 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: progre
 import json
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
@@ -74,7 +73,17 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         progress.begin(number, benchmark.name)
         done_path = finished_folder / f"{benchmark.name}.json"
         if not done_path.exists():
-            _run_one(job, checkpoint, benchmark, done_path)
+            began, kept_path = time.monotonic(), done_path.with_suffix(".jsonl")
+            tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
+            with KeptLines(kept_path) as checkpoint.kept:
+                result = _asked(job, checkpoint, benchmark)
+            checkpoint.kept = None
+            log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
+            result.write_records(samples_folder / f"{result.config.name}.jsonl")
+            tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
+            seconds = round(time.monotonic() - began, 3)
+            write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
+            kept_path.unlink()
         done = json.loads(done_path.read_text(encoding="utf-8"))
         results[benchmark.name] = done["result"]
         cost["forward_tokens"] += done["tokens"]
@@ -89,21 +98,6 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
     write_json(job.output / "results.json", {"benchmarks": results, "samples": samples})
     return {name: result["value"] for name, result in results.items()}, cost
-
-
-def _run_one(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, done_path: Path) -> None:
-    began = time.monotonic()
-    tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
-    kept_path = done_path.with_suffix(".jsonl")
-    with KeptLines(kept_path) as checkpoint.kept:
-        result = _asked(job, checkpoint, benchmark)
-    checkpoint.kept = None
-    log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
-    result.write_records(job.output / "samples" / f"{result.config.name}.jsonl")
-    tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
-    seconds = round(time.monotonic() - began, 3)
-    write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
-    kept_path.unlink()
 
 
 def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> BenchmarkResult:

@@ -272,7 +272,14 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
         )
     for text in stale:
         log.warning("%s", text)
-    mirror = _mirror_of(pipeline, mirrors)
+    mirror = pipeline.mirror
+    if mirror == "none" and mirrors:
+        mirror, *others = set(mirrors.values())
+        if others:
+            pairs = ", ".join(f"{run} from {folder}" for run, folder in mirrors.items())
+            raise ConfigError(
+                f"The chosen runs read their data from different mirrors: {pairs}. Choose one: mirror=PATH."
+            )
     return Choice(subjects=tuple(subjects), missing=tuple(missing), stale=tuple(stale), mirror=mirror)
 
 
@@ -371,15 +378,6 @@ def _pinned(label: str, pipeline: Pipeline) -> Subject:
             )
         evals[_night_name(label, name)] = (name, config)
     return Subject(label=label, stage="", run="", input_name=_night_name("model", label), model=None, evals=evals)
-
-
-def _mirror_of(pipeline: Pipeline, mirrors: Mapping[str, str]) -> str:
-    if pipeline.mirror != "none" or not mirrors:
-        return pipeline.mirror
-    if len(set(mirrors.values())) > 1:
-        pairs = ", ".join(f"{run} from {mirror}" for run, mirror in mirrors.items())
-        raise ConfigError(f"The chosen runs read their data from different mirrors: {pairs}. Choose one: mirror=PATH.")
-    return next(iter(mirrors.values()))
 
 
 def _night_name(*parts: str) -> str:

@@ -14,7 +14,7 @@ from nanodag.errors.words import counted, size
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.tables import Cell, Table, cells
 from nanodag.store.atomic import write_bytes
-from nanodag.worker.job import Job, MetricsLog, finish, load_job
+from nanodag.worker.job import MetricsLog, finish, load_job
 
 
 def main() -> None:
@@ -24,14 +24,6 @@ def main() -> None:
     metrics_log.write(0, total=2, event="phase", phase="contamination", unit="phases")
     contamination = contamination_table(job.context["stages"], job.config.contamination, job.mirror)
     metrics_log.write(1, total=2, event="phase", phase="pages", unit="phases")
-    metrics = write_report(job, contamination)
-    metrics_log.write(2, total=2, unit="phases", **metrics)
-    metrics_log.close()
-    finish(job, metrics=metrics, cost={"work_seconds": time.monotonic() - began})
-
-
-def write_report(job: Job, contamination: Table | None) -> dict[str, Any]:
-    """Write both pages into the job's output; returns their sizes in bytes."""
     report = build_report(
         job.run,
         job.context,
@@ -40,13 +32,15 @@ def write_report(job: Job, contamination: Table | None) -> dict[str, Any]:
         missing=[name for name, source in job.config.inputs.items() if name not in job.inputs],
     )
     job.output.mkdir(exist_ok=True)
-    sizes = {}
+    metrics: dict[str, Any] = {}
     for name, text in {"report.html": to_html(report), "report.md": to_markdown(report)}.items():
         # A text of the data or an answer may have half a character, which no page can.
         content = text.encode("utf-8", "replace")
         write_bytes(job.output / name, content)
-        sizes[f"{name.replace('.', '_')}_bytes"] = len(content)
-    return sizes
+        metrics[f"{name.replace('.', '_')}_bytes"] = len(content)
+    metrics_log.write(2, total=2, unit="phases", **metrics)
+    metrics_log.close()
+    finish(job, metrics=metrics, cost={"work_seconds": time.monotonic() - began})
 
 
 def contamination_table(

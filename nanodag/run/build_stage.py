@@ -275,7 +275,13 @@ def _build(
         "waited_s": round(waited_s, 3),
         "orchestration_s": round(time.monotonic() - began - waited_s - result.start_s - result.work_s, 3),
     }
-    _collect_records(job)
+    job.records.mkdir(exist_ok=True)  # what every worker leaves, beside what this one chose to keep
+    for file in ("metrics.jsonl", "job.json", "result.json", LOG_NAME):
+        if (job.workspace / file).exists():
+            shutil.copyfile(job.workspace / file, job.records / file)
+    for folder in ("tensorboard", TRACKERS):
+        if (job.workspace / folder).is_dir():
+            shutil.copytree(job.workspace / folder, job.records / folder, dirs_exist_ok=True)
     artifact = run.store.publish(
         key,
         job.output,
@@ -388,17 +394,6 @@ def steps_back_s(run: Run, stage: StageBase) -> float:
     if find_kind(stage.kind).is_beside:
         return 0.0 if any(kind.trains for kind in kinds) else LAST_S
     return STEP_BACK_S if find_kind(stage.kind).trains and any(kind.is_beside for kind in kinds) else 0.0
-
-
-def _collect_records(job: Job) -> None:
-    """Put what every worker leaves beside what this one chose to keep."""
-    job.records.mkdir(exist_ok=True)
-    for name in ("metrics.jsonl", "job.json", "result.json", LOG_NAME):
-        if (job.workspace / name).exists():
-            shutil.copyfile(job.workspace / name, job.records / name)
-    for name in ("tensorboard", TRACKERS):
-        if (folder := job.workspace / name).is_dir():
-            shutil.copytree(folder, job.records / name, dirs_exist_ok=True)
 
 
 def report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:

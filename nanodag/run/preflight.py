@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ def check_names(
     }
     identity = [request, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
     name = f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
-    if _still_holds(remembered / name):
-        return
+    with suppress(OSError, ValueError):
+        if all(state_of(path) == state for path, state in json.loads((remembered / name).read_text()).items()):
+            return
     # Beside what a command prints: it may be JSON.
     print("Looking at packages and first rows: 5 to 15 s on an idle machine ...", file=sys.stderr, flush=True)
     report = _look(request)
@@ -108,14 +110,6 @@ def state_of(path: str) -> list[int]:
     except OSError:
         return []
     return [facts.st_size, facts.st_mtime_ns]
-
-
-def _still_holds(mark: Path) -> bool:
-    try:
-        relied_on = json.loads(mark.read_text())
-    except (OSError, ValueError):
-        return False
-    return all(state_of(path) == state for path, state in relied_on.items())
 
 
 def _look(asked: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,15 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     loss, core, size = estimated(losses), _core(points, losses), law.best_size(flops)
     predicted = {"depth": depth, "parameters": parameters, "tokens": tokens, "loss": loss, "core": core}
     ratios = [point["tokens"] / point["parameters"] for point in points]
+    weak = [name for name, (value, low, high) in law.numbers.items() if high - low > value or value < NOTHING]
+    times = parameters / max(point["parameters"] for point in points)
+    cautions = []  # sentences on what the points leave open
+    if weak:
+        cautions.append(
+            f"Weakly determined by {len(points)} points, an interval wider than itself or nothing left: {listed(weak)}."
+        )
+    if times > FAR:
+        cautions.append(f"That depth has {times:.3g} times the parameters of the largest point: far for a law.")
     lines = [
         f"Depth {depth}, {words.count(parameters)} parameters, {words.count(tokens)} tokens: {_said(loss)} bits a byte"
         + (f", CORE {_said(core)}." if core else "."),
@@ -47,7 +56,7 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
         else f"No ratio for the dial: the law's is extrapolated, {_said(ratio)} tokens a parameter for that depth, and "
         f"points had {min(ratios):.3g} to {max(ratios):.3g}.",
         f"The law: {listed(f'{number} {_said(value)}' for number, value in law.numbers.items())}.",
-        *_cautions(law, points, parameters),
+        *cautions,
     ]
     found = {"run": name, "stage": sweep.stage, "is_fitted": True, "lines": lines, "law": law.numbers, "points": points}
     found |= {"spread": law.spread, "predicted": predicted, "tokens_per_parameter": ratio}
@@ -69,20 +78,6 @@ def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
     about = {"number": number, "depth": depth, "key": artifact.key}
     about |= {"parameters": size_of(sweep.pipeline, stage)[0], "tokens": int(artifact.cost["tokens"])}
     return {**about, "attempt": artifact.attempt, "loss": row.metrics[LOSS], "core": row.metrics.get("core")}
-
-
-def _cautions(law: ScalingLaw, points: list[dict[str, Any]], parameters: int) -> list[str]:
-    """Sentences on what the points leave open."""
-    weak = [name for name, (value, low, high) in law.numbers.items() if high - low > value or value < NOTHING]
-    times = parameters / max(point["parameters"] for point in points)
-    cautions = []
-    if weak:
-        cautions.append(
-            f"Weakly determined by {len(points)} points, an interval wider than itself or nothing left: {listed(weak)}."
-        )
-    if times > FAR:
-        cautions.append(f"That depth has {times:.3g} times the parameters of the largest point: far for a law.")
-    return cautions
 
 
 def _core(points: list[dict[str, Any]], losses: np.ndarray) -> Estimate | None:

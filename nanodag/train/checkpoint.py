@@ -197,8 +197,13 @@ def saved_state(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = Non
         )
     common = json.loads(path.read_text())
     saved = {name: tuple(shape) for name, shape in common["shapes"].items()}
-    if shapes is not None:
-        _check_shapes(folder, saved, shapes)
+    shapes = saved if shapes is None else shapes
+    if differing := sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name)):
+        name = differing[0]
+        raise CorruptArtifact(
+            f"Checkpoint {folder} belongs to another model: it differs in {counted(len(differing), 'parameter')}; "
+            f"{name} has the shape {saved.get(name)} there, {shapes.get(name)} here."
+        )
     pieces: dict[tuple[str, str], list[tuple[int, int, Any]]] = {}
     with ExitStack() as stack:
         for rank in range(common["num_files"]):
@@ -212,16 +217,6 @@ def saved_state(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = Non
                 part = opened.get_slice(name)
                 pieces.setdefault((plane, parameter), []).append((int(offset), part.get_shape()[0], part))
         yield SavedState(folder, common["num_updates"], saved, pieces)
-
-
-def _check_shapes(folder: Path, saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-    differing = sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name))
-    if differing:
-        name = differing[0]
-        raise CorruptArtifact(
-            f"Checkpoint {folder} belongs to another model: it differs in {counted(len(differing), 'parameter')}; "
-            f"{name} has the shape {saved.get(name)} there, {shapes.get(name)} here."
-        )
 
 
 def _check_same(path: Path, claimed: Mapping[str, Any], common: Mapping[str, Any], common_file: str) -> None:

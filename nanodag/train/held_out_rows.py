@@ -68,7 +68,11 @@ def held_out_rows(folder: Path, recipe: Mapping[str, Any], make: Callable[[], It
     with locked(folder / f"{digest}.lock", timeout_s=_WAIT_S):
         arrays = _read(path)
         if arrays is None:
-            arrays = vars(_stacked(list(make())))
+            batches, arrays = list(make()), {}
+            for name in ("input_ids", "labels", "document_ids"):
+                parts = [getattr(batch, name).astype(np.int32) for batch in batches]
+                arrays[name] = np.concatenate(parts) if parts else np.zeros((0, 1), np.int32)
+            arrays["surplus_bytes"] = np.array([batch.surplus_bytes for batch in batches], dtype=np.int64)
             _write(path, arrays)
             log.info("Packed %d held-out rows into %s.", len(arrays["input_ids"]), path)
     return HeldOutRows(**arrays)
@@ -94,15 +98,6 @@ def kept_table(folder: Path, recipe: Mapping[str, Any], make: Callable[[], Table
 
 def _digest(recipe: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json({"format": _FORMAT, **recipe}).encode()).hexdigest()[:40]
-
-
-def _stacked(batches: list[Batch]) -> HeldOutRows:
-    def joined(name: str) -> np.ndarray:
-        arrays = [getattr(batch, name).astype(np.int32) for batch in batches]
-        return np.concatenate(arrays) if arrays else np.zeros((0, 1), np.int32)
-
-    surplus = np.array([batch.surplus_bytes for batch in batches], dtype=np.int64)
-    return HeldOutRows(joined("input_ids"), joined("labels"), joined("document_ids"), surplus)
 
 
 def _read(path: Path) -> dict[str, np.ndarray] | None:

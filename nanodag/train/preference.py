@@ -154,17 +154,14 @@ def answer_logprobs(engine: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     logprobs, _ = engine(
         moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
     )
-    answers = on_device(answers_of_labels(batch), engine.device)
+    row, place = np.nonzero(batch.labels != -100)
+    documents = row * batch.labels.shape[1] + batch.document_ids[row, place]
+    # Of each label the number of the answer that it is in, as in the batch's `answers`.
+    numbers = np.array(batch.answers, dtype=np.int64)[np.unique(documents, return_inverse=True)[1]]
+    answers = on_device(numbers, engine.device)
     empty = logprobs.new_zeros(2 * len(batch.keys))
     sums, lengths = empty.index_add(0, answers, logprobs), empty.index_add(0, answers, torch.ones_like(logprobs))
     return sums.view(-1, 2), lengths.view(-1, 2)
-
-
-def answers_of_labels(batch: Batch) -> np.ndarray:
-    """Number of the answer that each label is in, (N,) int64, as in the batch's `answers`."""
-    row, place = np.nonzero(batch.labels != -100)
-    documents = row * batch.labels.shape[1] + batch.document_ids[row, place]
-    return np.array(batch.answers, dtype=np.int64)[np.unique(documents, return_inverse=True)[1]]
 
 
 def _reported(values: Tensor, name: str) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.checkpoint import newest_of_all, planned_steps
 from nanodag.train.deepspeed_engine import TrainEngine
-from nanodag.train.held_out_rows import HeldOutRows, held_out_rows, kept_table
+from nanodag.train.held_out_rows import held_out_rows, kept_table
 from nanodag.train.objective import NextToken, Objective
 from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
@@ -266,7 +266,10 @@ class Data:
         rank, world, pad_id = self._group.number, self._group.num_groups, encoding.pad_id
         is_text = isinstance(objective, NextToken)
         if is_text:
-            rows = self._held_out_rows(sources)
+            num_rows = math.ceil(config.validation_tokens / config.sequence_length)
+            once = partial(self._once, sources, "held_out", rank=0, world=1, batch_rows=1)
+            recipe = {**self._recipe(sources), "num_rows": num_rows}
+            rows = held_out_rows(self._job.held_out, recipe, lambda: islice(once(), num_rows))
             batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)
         else:
             num_batches = math.ceil(config.validation_tokens / (self._rows * config.sequence_length))
@@ -332,14 +335,6 @@ class Data:
             "code_version": find_kind(config.kind).code_version,
             **{name: self._arguments.get(name, "") for name in ("kind", "sequence_length", "too_long")},
         }
-
-    def _held_out_rows(self, sources: Sequence[SourceConfig]) -> HeldOutRows:
-        num_rows = math.ceil(self._config.validation_tokens / self._config.sequence_length)
-
-        def make() -> Iterator[Batch]:
-            return islice(self._once(sources, "held_out", rank=0, world=1, batch_rows=1), num_rows)
-
-        return held_out_rows(self._job.held_out, {**self._recipe(sources), "num_rows": num_rows}, make)
 
 
 def _evenly(sources: Sequence[SourceConfig]) -> list[SourceConfig]:

@@ -158,6 +158,7 @@ class _Brush:
         values = _values(read, self.colour)
         turns = [self._turn(read, said, values, gap) for said in turns_of(rollout, self.encoding.decode)]
         numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
+        rest = {name: value for name, value in rollout.metadata.items() if name not in (*ERRORS, LAST_WORDS, ANSWER)}
         return Branch(
             read=read,
             prompt="" if rollout.prompt_token_ids == shared else self.text(rollout.prompt_token_ids),
@@ -165,7 +166,7 @@ class _Brush:
             facts=_facts(read, len(turns)),
             numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
             failures=[_failure(what, name, rollout) for name, what in ERRORS.items() if name in rollout.metadata],
-            metadata=_metadata(rollout),
+            metadata=shortened(json.dumps(rest, indent=1, ensure_ascii=False), METADATA_LENGTH) if rest else "",
             left_out=left_out,
         )
 
@@ -242,11 +243,6 @@ def _failure(what: str, name: str, rollout: Rollout) -> tuple[str, str, str]:
     rest = str(rollout.metadata.get(LAST_WORDS, "")) or rest
     last = [shortened(line, LINE_LENGTH) for line in rest.splitlines()[-LAST_LINES:]]
     return what, shortened(reason, REASON_LENGTH), "\n".join(last)
-
-
-def _metadata(rollout: Rollout) -> str:
-    rest = {name: value for name, value in rollout.metadata.items() if name not in (*ERRORS, LAST_WORDS, ANSWER)}
-    return shortened(json.dumps(rest, indent=1, ensure_ascii=False), METADATA_LENGTH) if rest else ""
 
 
 def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -> str:

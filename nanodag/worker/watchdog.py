@@ -58,22 +58,18 @@ def main() -> int:
                     selector.unregister(key.fd)  # an end that has been seen would be seen for ever
         memory.look()
     end_group(child, float(os.environ.get(STOP_TIMEOUT, STOP_TIMEOUT_S)))  # the command, or what it left behind
-    _write_usage(usage_path, began, child.returncode, memory.highest)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def _write_usage(path: Path, began: float, code: int, peak_bytes: int) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     unit = 1 if sys.platform == "darwin" else 1024
     line = {
         "began": round(began, 3),
         "seconds": round(time.time() - began, 3),
         "cpu_s": round(used.ru_utime + used.ru_stime, 3),
-        "peak_bytes": max(peak_bytes, used.ru_maxrss * unit),
-        "code": code,
+        "peak_bytes": max(memory.highest, used.ru_maxrss * unit),
+        "code": child.returncode,
     }
-    with path.open("a", encoding="utf-8") as stream:
+    with usage_path.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def end_group(child: Child, grace_s: float) -> None:
