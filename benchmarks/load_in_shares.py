@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed
+import psutil
 import torch
 
 from nanodag.config.dial import Shape
 from nanodag.config.supervised import OptimizerConfig
-from nanodag.host.process_memory import peak_bytes, resident_bytes
+from nanodag.host.process_memory import peak_bytes
 from nanodag.model.build import initialise, qwen3_architecture, qwen3_config
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load, write_folder
@@ -43,7 +44,7 @@ def measure(folder: Path, out: Path, *, is_deferred: bool) -> None:
     """Load as a stage does; write the peak when the optimizer is about to be made, and end there."""
     torch.set_num_threads(1)
     start_ranks("cpu")
-    before = resident_bytes()
+    before = psutil.Process().memory_info().rss
     peak_bytes()  # the peak begins here
 
     def end(**_: Any) -> NoReturn:

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nanodag.cli import app
+from nanodag.cli.serve import FoundModel
 from nanodag.errors import ConfigError
 
 
@@ -36,7 +37,7 @@ def test_a_folder_is_talked_to_in_the_terminal(started, chat_model):
 
 def test_what_the_model_was_trained_on_decides_how_the_terminal_asks_it(started, chat_model, monkeypatch):
     for facts, how in (({}, []), ({"has_turns": False, "has_calls": False}, ["--alone", "--no-tools"])):
-        model = ("sft", chat_model, facts)
+        model = FoundModel("sft", chat_model, facts)
         monkeypatch.setattr(sys.modules["nanodag.cli.serve"], "found_model", lambda *_, model=model: model)
         assert started("RUN", "sft") == ["-m", "nanodag.chat", str(chat_model), *how]
 

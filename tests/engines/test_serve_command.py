@@ -26,7 +26,7 @@ def served(monkeypatch):
     def describe(settings):
         raise Described(settings)
 
-    monkeypatch.setattr(serve_module, "found_model", lambda *named: ("model", MODEL, ""))
+    monkeypatch.setattr(serve_module, "found_model", lambda *named: serve_module.FoundModel("model", MODEL, {}))
     monkeypatch.setattr("nanodag.model.architecture.check_sglang", lambda folder, context, setting: None)
     monkeypatch.setattr(start, "foreground_command", describe)
 
