@@ -209,7 +209,7 @@ class Judge:
 
 def report(run: Any, judge: Judge, seed: int) -> dict[str, Any]:
     """All that is told of a seed, in percent."""
-    stream, records = random.Random(-seed), run["answers"].samples()
+    stream, records = random.Random(f"test {seed}"), run["answers"].samples()
     made = [(q, answer) for q in test_questions() for answer in (steps_of(q), spoilt(q, stream))]
     questions = [re.search(r"Sort in steps:[\d ]+\d", prompt).group() for prompt in records["prompt"]]  # type: ignore[union-attr]
     texts = [[sample["output"] for sample in samples] for samples in records["samples"]]

@@ -148,7 +148,7 @@ def _models(args: argparse.Namespace, folders: Mapping[str, Path], followed: str
         folder, is_followed = engine = engines[name]
         own = [adapters[other] for other in adapters if engines[other] == engine]
         if own and is_followed:
-            raise ConfigError(f"--adapter over {name}, which --follow changes: name another model with --model.")
+            raise ConfigError(f"--adapter over {name}, which --follow changes: give it the name of a --model.")
         if engine not in first:
             version = followed if is_followed else weights_digest(folder)
             places = {"first": len(first) * args.replicas, "num_models": len({*engines.values()})}

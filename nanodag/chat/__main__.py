@@ -47,6 +47,7 @@ HELP = """\
 /tokens N         the longest answer
 /quit             leave; so does the end of input"""
 ALONE = "It was trained on single questions: each message is sent alone. /history changes that."
+NO_TOOLS = "It never saw a tool called, and is offered none; /tools offers some."
 TEMPERATURE = 0.8  # until another one is set
 MAX_LINES = 1000  # of the history
 # An editor must know which characters have no width.
@@ -135,7 +136,7 @@ class Dialogue:
                 return "The conversation begins again."
             case "/history":
                 self.is_alone = not self.is_alone
-                return ALONE if self.is_alone else "Earlier messages are sent too."
+                return "Each message is sent alone." if self.is_alone else "Earlier messages are sent too."
             case "/system":
                 self.begin_again(rest)
                 return "The conversation begins again" + (" with this system message." if rest else ", without one.")
@@ -193,7 +194,8 @@ def chat(options: argparse.Namespace) -> int:
         if model.renderer is None:
             raise SourceError(f"The tokenizer in {folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
-            console.print(f"[dim]Loading {folder} ... (/help for commands) {ALONE if options.alone else ''}[/dim]")
+            told = f"{ALONE if options.alone else ''} {NO_TOOLS if options.no_tools else ''}".strip()
+            console.print(f"[dim]Loading {folder} ... (/help for commands) {told}[/dim]")
         engines = model.backend
         assert isinstance(engines, Fleet)
         try:

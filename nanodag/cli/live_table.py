@@ -101,7 +101,7 @@ def fitting(
     that are aligned to the right. narrow: columns that are left out, in this order, until no line has to be broken."""
     endless = console.options.update(max_width=1000)
     for number in range(len(narrow) + 1):
-        titles = [title for title in rows[0] if title not in narrow[:number]]
+        titles = [title for title in (rows[0] if rows else ()) if title not in narrow[:number]]
         table = Table(box=None, pad_edge=False, header_style="dim")
         for title in titles:
             table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)

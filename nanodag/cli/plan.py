@@ -13,13 +13,13 @@ from rich.text import Text
 from nanodag.cli.live_table import fitting, make_console
 from nanodag.cli.show import print_warnings
 from nanodag.config import Resolved, resolve
-from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors import NanodagError
 from nanodag.errors.words import counted, duration, listed, size
 from nanodag.host.machine import GIB, Machine, detect, machine_of
 from nanodag.plan.case import device_room, host_room
 from nanodag.plan.make import Plan, plan_of
 from nanodag.report.words import count
-from nanodag.run.preflight import check_names
+from nanodag.run.preflight import FaultyPipeline, check_names
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.run.stale_stages import made_stages
 from nanodag.store import Store
@@ -52,9 +52,9 @@ def planned(preset: str = "auto", *overrides: str, file: str = "", on: str = "",
         return plan
     local = Path(pipeline.store.url)
     try:
-        check_names(pipeline, file=path, only_names=True)
-    except ConfigError as error:
-        plan = replace(plan, lacking=[str(error)])
+        check_names(pipeline, file=path, local=local, only_names=True)
+    except FaultyPipeline as error:
+        plan = replace(plan, lacking=error.faults)
     if not local.is_dir():  # a far one is not asked, and who looks makes none
         return plan
     store = store_of(pipeline)
@@ -65,8 +65,8 @@ def _taken(store: Store, machine: Machine) -> list[str]:
     """A line where stages of the store's runs hold devices of this machine now."""
     name, what, there = ("cpu", "core", machine.cores) if machine.gpu is None else ("gpu", "GPU", machine.num_gpus)
     held = holders(devices_folder(store), name)
-    who, many = listed(dict.fromkeys(held.values())), counted(there, what)
-    return [f"{len(held)} of {many} held now by {who}: a run waits for them, which no time here has"] if held else []
+    who, many = listed(dict.fromkeys(held.values())), counted(min(len(held), there), what)
+    return [f"{many} of {there} held now by {who}: a run waits for them, which no time here has"] if held else []
 
 
 def _layouts(plan: Plan, resolved_with: Callable[[list[str]], Resolved]) -> dict[str, dict[str, float]]:

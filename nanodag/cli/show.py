@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -22,7 +23,7 @@ from nanodag.config.rl_parts import EntryConfig
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
-from nanodag.run.progress import progress_of, tracker_urls
+from nanodag.run.progress import progress_of, shown_state, tracker_urls
 from nanodag.run.record import pipeline_file, served_store, state_of
 from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.store import Store
@@ -41,7 +42,7 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
     if not on:  # what lies on another machine cannot be looked at
         from nanodag.run.preflight import check_names  # numpy and more, which other commands do without
 
-        check_names(resolved.pipeline, file=path, only_names=True)
+        check_names(resolved.pipeline, file=path, local=Path(resolved.pipeline.store.url), only_names=True)
     where = f"on {resolved.machine}" if on else f"on this machine, {resolved.machine}"
     console.print(f"# {path}, preset {resolved.pipeline.preset}, {where}", markup=False, highlight=False)
     print_warnings(console, resolved.warnings)
@@ -212,7 +213,7 @@ def print_stale(console: Console, record: RunRecord, stage: str = "") -> None:
 
 
 def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> dict[str, RenderableType]:
-    made, state = entry.made, "stale" if is_stale else entry.state
+    made, state = entry.made, "stale" if is_stale else shown_state(entry)
     return {
         "stage": name,
         "kind": recorded_kind(entry.kind).name,

@@ -338,7 +338,8 @@ class SupervisedStage(TrainedStage):
     def after_ranks(self, model: ModelSize | None, derived: derive.Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
         device, length = str(self.resources.device), self.sequence_length
-        batch, groups = int(self.batch_tokens), int(self.resources.num_ranks) // self.sequence_parallel
+        batch, unit = int(self.batch_tokens), self.sequence_parallel
+        groups = int(self.resources.num_ranks) // unit
         stage = derive.offloaded(self, model, self.optimizer.traits.offloads and self.zero_stage > 0, derived)
         of_group, limit = max(1, batch // max(1, groups)), derive.FULL_TOKENS[device]
         if device == "cuda" and (model is None or derived.machine.gpu is None):
@@ -348,18 +349,21 @@ class SupervisedStage(TrainedStage):
             least = int(self.micro_batch_tokens)
         fill = derived.filler(stage)
         fitting = partial(derive.fitting_tokens, stage, model, derived)
-        is_tight = fitting(checkpointed=False) * self.sequence_parallel < least
+        is_tight = fitting(checkpointed=False) * unit < least
         is_checkpointed = bool(fill("activation_checkpointing", is_tight, derived.why("checkpointing")))
-        most = min(limit, fitting(checkpointed=is_checkpointed)) * self.sequence_parallel
+        most = min(limit, fitting(checkpointed=is_checkpointed)) * unit
         rows = max(1, of_group // length)  # of which a micro-batch has a whole number that divides them
         widest = next(r for r in range(min(rows, max(1, most // length)), 0, -1) if rows % r == 0)
         micro = int(fill("micro_batch_tokens", widest * length, derived.why("micro", limit=f"{limit:,}")))
         fill("compile", derive.has_compiler(device, derived.machine), derived.why("compile"))
-        if int(self.resources.num_ranks) % self.sequence_parallel or micro % length or batch % (micro * groups):
+        if model is not None and (model.shape.num_heads % unit or model.shape.num_kv_heads % unit):
+            heads = f"{model.shape.num_heads} query and {model.shape.num_kv_heads} key-value heads"
+            raise ConfigError(f"{derived.name}.sequence_parallel: {unit} does not divide the model's {heads}.")
+        if int(self.resources.num_ranks) % unit or micro % length or batch % (micro * groups):
             each = length * max(1, groups)
             raise ConfigError(
                 f"{derived.name}: batch_tokens {batch} must be a multiple of micro_batch_tokens {micro} x num_ranks "
-                f"{self.resources.num_ranks} / sequence_parallel {self.sequence_parallel}, and micro_batch_tokens a "
+                f"{self.resources.num_ranks} / sequence_parallel {unit}, and micro_batch_tokens a "
                 f"multiple of sequence_length {length}. Set batch_tokens to {max(1, round(batch / each)) * each}, "
                 "micro_batch_tokens to auto, and num_ranks to a multiple of sequence_parallel."
             )

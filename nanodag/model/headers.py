@@ -60,8 +60,10 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def weights_digest(folder: Path) -> str:
     """16 hex digits that name a model's weights, wherever they lie: of sizes and blocks spread over each file, so that
-    4 MiB of it are read. Small files count whole."""
+    4 MiB of it are read. Small files count whole, and so do settings of adapters."""
     digest = hashlib.sha256()
+    if (settings := folder / ADAPTER_CONFIG).is_file():
+        digest.update(settings.read_bytes())
     for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         num_bytes = path.stat().st_size
         digest.update(num_bytes.to_bytes(8, "little"))

@@ -168,7 +168,8 @@ def _seconds(case: Case[SupervisedStage], steps: int | None, asked: StagePlan | 
     scoring = scored * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
     scoring += _times(stage.benchmarks_every, steps) * each
-    return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
+    packing = tokens * stage.sequence_parallel / (int(resources.num_ranks) * PACKED_TOKENS_S)
+    return start + max(computing, packing) + scoring
 
 
 def _times(every: int, steps: int) -> int:

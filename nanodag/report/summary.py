@@ -92,7 +92,7 @@ def run_context(store: Store, record: RunRecord, finished: Mapping[str, Any] | N
     read. Raises StoreError when an artifact is damaged or gone."""
     if finished is None:
         finished = _finished(store, record)
-    lost = UNDER_WAY if record.is_gone else ()
+    lost = (*UNDER_WAY, "queued") if record.is_gone else ()
     gone: dict[str, Any] = {"state": "interrupted", "speed": "", "left_s": -1.0, "elapsed_s": -1.0}
     return {
         **{"preset": record.preset, "description": state_of(record), "origins": record.origins},

@@ -34,6 +34,14 @@ from nanodag.store.provenance import code_digest
 TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
 
 
+class FaultyPipeline(ConfigError):
+    """Stages name what is not there. faults: a line each."""
+
+    def __init__(self, text: str, faults: list[str]) -> None:
+        super().__init__(text)
+        self.faults = faults
+
+
 def check_before_start(
     pipeline: Pipeline,
     store: Store,
@@ -76,31 +84,32 @@ def check_cuda(stages: Mapping[str, AnyStage]) -> None:
 def check_names(
     pipeline: Pipeline, *, file: Path, local: Path | None = None, stages: Collection[str] = (), only_names: bool = False
 ) -> None:
-    """Raise as check_before_start does, whether it fits this machine or not. local: the store's folder here, which
-    remembers what has passed if it is there. only_names: neither the hub is asked nor which tools this machine has."""
-    remembered = (local or Path(pipeline.store.url)) / "checked"
+    """Raise FaultyPipeline as check_before_start does, whether it fits this machine or not. local: the store's folder
+    here, which remembers what has passed; None to look in any case. only_names: neither the hub is asked nor which
+    tools this machine has, and nothing is written."""
     request = {
-        "only_names": only_names,
+        "only_names": False,  # of what is remembered
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],
         "file": str(file),
     }
     identity = [request, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
     name = f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    remembered = None if local is None else local / "checked" / name
     with suppress(OSError, ValueError):
-        if all(state_of(path) == state for path, state in json.loads((remembered / name).read_text()).items()):
+        if remembered is not None and all(state_of(p) == s for p, s in json.loads(remembered.read_text()).items()):
             return
     # Beside what a command prints: it may be JSON.
     print("Looking at packages and first rows: 5 to 15 s on an idle machine ...", file=sys.stderr, flush=True)
-    report = _look(request)
+    report = _look({**request, "only_names": only_names})
     if faults := report["faults"]:
         head = f"{file}, preset {pipeline.preset!r}"
         text = f"{head}: {faults[0]}" if len(faults) == 1 else "\n  ".join([f"{head}, cannot be run:", *faults])
-        raise ConfigError(text)
-    if remembered.parent.is_dir():
-        with writing(f"Writing {remembered / name}"):
-            remembered.mkdir(exist_ok=True)
-            write_json(remembered / name, report["relied_on"])
+        raise FaultyPipeline(text, faults)
+    if remembered is not None and not only_names:
+        with writing(f"Writing {remembered}"):
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            write_json(remembered, report["relied_on"])
 
 
 def state_of(path: str) -> list[int]:

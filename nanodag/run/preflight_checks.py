@@ -81,9 +81,8 @@ class Checks:
         """Look whether the pipeline's trackers are installed."""
         for name in self._pipeline.tracking.trackers:
             if name in SERVICES and not self._only_names and file_of(name) is None:
-                self._noted.append(
-                    ("tracking.trackers", f"{name} is not installed; run: pip install 'nanodag[{name}]'")
-                )
+                why = f"{name} is not installed; run: pip install 'nanodag[{name}]'"
+                self._noted.append(("tracking.trackers", why))
 
     def stage(self, name: str) -> None:
         stage = self._pipeline.stages[name]

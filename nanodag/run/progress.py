@@ -67,8 +67,13 @@ def tracker_urls(store: Store, entry: StageRecord) -> dict[str, str]:
     return urls_in(store.local / "artifacts" / "/".join(entry.artifact) / "records")
 
 
+def shown_state(entry: StageRecord) -> str:
+    """State of a stage in words: its own, or `queued`."""
+    return "queued" if entry.state == "waiting" and entry.reason else entry.state
+
+
 def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
-    state = "queued" if entry.state == "waiting" and entry.reason else entry.state
+    state = shown_state(entry)
     started = entry.started
     lines = _last_lines(store, entry) if state in ("running", "stopped", "failed") else []
     works = [line for line in lines if line["event"] in ("step", "phase") and line.get("total")]

@@ -104,12 +104,12 @@ class WeightEndpoints:
         it was made.
         """
         await body_of(http, bodies.WeightsCheckerBody)
-        adapters = self.engine.model.weights.adapters
-        if self._received is not None and adapters is None:
-            if await self.traffic.in_loop(self.engine.model.weights.sums) != self._received.sums:
+        adapters, received = self.engine.model.weights.adapters, self._received  # others may come meanwhile
+        if received is not None and adapters is None:
+            if await self.traffic.in_loop(self.engine.model.weights.sums) != received.sums:
                 raise SamplerError("the weights in memory are not those that were broadcast")
             # Shielded: who asks next needs them too.
-            of_buckets = await asyncio.shield(asyncio.gather(*self._received.fingerprints))
+            of_buckets = await asyncio.shield(asyncio.gather(*received.fingerprints))
             fingerprints = {name: fingerprint for bucket in of_buckets for name, fingerprint in bucket.items()}
         else:
             fingerprints = await self._check_made(adapters, self.engine.checkpoint.path)

@@ -277,8 +277,6 @@ class LocalServer:
         return running
 
     def _wait_for(self, running: RunningServer, is_up: Callable[[], bool]) -> None:
-        if is_up():
-            return
         patience = self._patience(running)
         while not is_up():
             for process, log_name in ((running.server, "server.log"), (running.serve, "serve.log")):

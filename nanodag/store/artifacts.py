@@ -48,6 +48,7 @@ from nanodag.store.run_record import RunRecord, parse_record
 log = logging.getLogger(__name__)
 
 MERGED = "merged"
+POSITIONS = ("max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")  # of a config.json
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
 
@@ -182,11 +183,14 @@ class Store:
         return folder
 
     def apart(self, artifact: Artifact) -> tuple[Path, Path | None]:
-        """Local folders of a model and of adapters over it, where an artifact is these alone; else its own, and None.
-        Raises as `materialize`."""
-        if not artifact.is_adapter:
-            return self.materialize(artifact), None
-        return self.materialize(self.source(artifact, "model")), self.verified(artifact, "files")
+        """Local folders of a model and of adapters over it, where an artifact is these alone and was trained as the
+        model is declared; else its own, and None. Raises as `materialize`."""
+        if artifact.is_adapter:
+            folders = self.materialize(self.source(artifact, "model")), self.verified(artifact, "files")
+            declared = [json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in folders]
+            if all(declared[0].get(name) == declared[1].get(name) for name in POSITIONS):
+                return folders
+        return self.materialize(artifact), None
 
     def source(self, artifact: Artifact, label: str) -> Artifact:
         """The attempt that was an artifact's input, or another of its key with the same content. Raises

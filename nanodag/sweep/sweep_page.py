@@ -132,7 +132,10 @@ def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
 def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Sequence[PageSection] = ()) -> Report:
     """The page. rows: in the points' order. first: sections that come before all others."""
     labels = list(dict.fromkeys(label for row in rows for label in row.scores))
-    metrics = telling_metrics(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    differing = [n for n in names if len({row.metrics[n] for row in rows if n in row.metrics}) > 1]
+    chosen = [name for name in TELLING if name in names] + [name for name in differing if name not in TELLING]
+    metrics = chosen[:MAX_METRICS]
     failed = sum(row.artifact is None for row in rows)
     note = NOTES["points"].format(false_alarms=FALSE_ALARMS)
     parts = [Part(table=_table(sweep, rows, labels, metrics))]
@@ -154,14 +157,6 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
     return Report(
         title=f"Sweep {name}", subtitle=f"stage {sweep.stage} · {', '.join(sweep.names)}", cards=cards, sections=made
     )
-
-
-def telling_metrics(rows: Sequence[PointRow]) -> list[str]:
-    """The stage's metrics that have a column: telling ones first, then others that differ between points."""
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    differing = [n for n in names if len({row.metrics[n] for row in rows if n in row.metrics}) > 1]
-    chosen = [name for name in TELLING if name in names] + [name for name in differing if name not in TELLING]
-    return chosen[:MAX_METRICS]
 
 
 def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]) -> Table:

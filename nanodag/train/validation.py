@@ -177,7 +177,11 @@ def ask_benchmarks(stage: "PreparedStage", step: int, write: Callable[..., None]
     if worker is not None:
         worker.result()
         results = json.loads((workspace / "output" / "results.json").read_text(encoding="utf-8"))["benchmarks"]
-        _keep(stage, step, workspace)
+        kept = stage.job.records / "benchmarks"
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in (workspace / "output" / "samples").glob("*.jsonl"):
+            os.replace(path, kept / f"step-{step:08d}.{path.name}")
+        shutil.rmtree(workspace)
     results = engine.gathered(results)[0]
     told = ("metric", "higher_is_better", "low", "high", "too_long", "unparsed", "truncated")
     for name, result in results.items():
@@ -198,14 +202,6 @@ def _job(stage: "PreparedStage", workspace: Path) -> Job:
         workspace=workspace,
         context={**job.context, "tracking": {}, "waited_for": True},
     )
-
-
-def _keep(stage: "PreparedStage", step: int, workspace: Path) -> None:
-    folder = stage.job.records / "benchmarks"
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in (workspace / "output" / "samples").glob("*.jsonl"):
-        os.replace(path, folder / f"step-{step:08d}.{path.name}")
-    shutil.rmtree(workspace)
 
 
 @torch.no_grad()

@@ -104,8 +104,9 @@ def hold(
             if stop is not None and stop.is_set():
                 raise StageStopped(f"Was stopped while it waited for {awaited}.")
             if len(free_since) < (devices.least or devices.wanted):
-                text = f"waits for {awaited}, held by {listed(dict.fromkeys(holders(folder, devices.name).values()))}"
-                if text != said:
+                who = listed(dict.fromkeys(holders(folder, devices.name).values()))
+                text = f"waits for {awaited}, held by {who}"
+                if who and text != said:
                     say(text)
                     said = text
             time.sleep(POLL_S)

@@ -13,6 +13,7 @@ from nanodag.api.command import _folders, _models, parse_arguments
 from nanodag.api.served_model import Limits
 from nanodag.api.sglang_routes import passed_on
 from nanodag.errors import ConfigError
+from nanodag.model.headers import weights_digest
 from tests.evaluation.tiny import save_tiny_model
 from tests.guest_pythons import vllm_python
 
@@ -105,3 +106,12 @@ def test_adapters_that_no_engine_can_have_are_refused_before_one_starts(tmp_path
     args = parse_arguments(["--device=cpu", f"--model=base={base}", *options])
     with pytest.raises(ConfigError, match=reason):
         _models(args, _folders(args.model, "--model", "config.json"), "7", tmp_path)
+
+
+def test_adapters_that_differ_in_their_scale_alone_are_two(tmp_path):
+    base = tmp_path / "base"
+    save_tiny_model(base, "qwen3")
+    adapters_over(base, tmp_path)
+    before, config = weights_digest(tmp_path / "one"), tmp_path / "one" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 64'))
+    assert weights_digest(tmp_path / "one") != before

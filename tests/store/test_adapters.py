@@ -227,3 +227,14 @@ def test_chat_export_and_programs_get_the_merged_model_by_a_process_of_its_own(
     assert content(view.path) == content(made[1])
     model, _ = view.load_model()
     assert torch.equal(model.lm_head.weight, door.open_store().run("r")["sft"].load_model()[0].lm_head.weight)
+
+
+def test_adapters_trained_on_other_positions_than_the_base_declares_are_served_merged(store, tuned, made):
+    assert store.apart(tuned)[1] is not None
+    folder = store.verified(tuned, "files")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    store.verified = lambda artifact, part: folder
+    store.materialize = lambda artifact: folder if artifact.key == tuned.key else made[0]
+    assert store.apart(tuned) == (folder, None)
