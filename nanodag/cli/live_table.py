@@ -80,11 +80,7 @@ def _line(stage: StageProgress) -> str:
     parts += [stage.reached, stage.reason if stage.state == "queued" else ""]
     if stage.left_s >= 0:
         parts.append(f"{duration(stage.left_s)} left")
-    parts += [
-        stage.speed,
-        duration(stage.elapsed_s) if stage.state != "waiting" else "",
-        stage.key[:12],
-    ]
+    parts += [stage.speed, duration(stage.elapsed_s) if stage.state != "waiting" else "", stage.key[:12]]
     return "  ".join(p for p in parts if p)
 
 

@@ -19,7 +19,6 @@ from nanodag.data.mixture import Drawn, Mixture
 from nanodag.data.records import message_text, record_bytes
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError
-from nanodag.model.scoring import num_common
 from nanodag.tokenizer.steps import joined, step_ids
 from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch, pair_piece
 
@@ -400,15 +399,15 @@ def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool
     up to its last token with loss."""
     switches = record.get("template_options", {})
     said = {name: record[name] for name in ("chosen", "rejected") if name in record}
-    prompt = renderer.prompt(record["messages"], switches)
+    prompt = np.array(renderer.prompt(record["messages"], switches), dtype=np.int32)
     rendered = renderer.render_batch([[*record["messages"], *turns] for turns in said.values()], [switches] * len(said))
-    shared = num_common([tuple(prompt), *(tuple(ids.tolist()) for ids, _ in rendered)])
+    shared = min(_num_common(prompt, ids) for ids, _ in rendered)
     answers = {}
     for (name, turns), (ids, mask) in zip(said.items(), rendered, strict=True):
         end = int(np.flatnonzero(mask)[-1:].sum()) + 1 if any(message_text(turn).strip() for turn in turns) else 0
         answers[name] = (ids[shared:end], mask[shared:end])
     pair = [answers.get(name) for name in ("chosen", "rejected")]
-    return pair_piece(rendered[0][0][:shared], pair, scores_ends=scores_ends, margin=record.get("margin", 0.0))
+    return pair_piece(prompt[:shared], pair, scores_ends=scores_ends, margin=record.get("margin", 0.0))
 
 
 def _steps_of(record: dict[str, Any], renderer: "ChatRenderer", encoding: "Encoding", separator: str) -> Piece:
@@ -418,3 +417,8 @@ def _steps_of(record: dict[str, Any], renderer: "ChatRenderer", encoding: "Encod
     ids, places = step_ids(prompt, steps, renderer.stop_ids[:1])
     is_end = np.isin(np.arange(len(ids)), places)
     return Piece(np.array([*ids, 0], dtype=np.int32), is_end, is_document=False, judged=tuple(record["labels"]))
+
+
+def _num_common(one: np.ndarray, other: np.ndarray) -> int:
+    size = min(len(one), len(other))
+    return int(np.append(one[:size] != other[:size], True).argmax())

@@ -114,13 +114,13 @@ def test_a_kind_in_one_file_of_the_users_own_works_everywhere(merge, monkeypatch
     report = (of["report"] / "report.md").read_text()
     assert "MERGED" in report and "| merged | merge |" in report
     show_status(file="", all_runs=False)
-    assert re.search(r"^  merged +merge +built ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^merged +merge +built ", capsys.readouterr().out, re.MULTILINE)
     assert task_of("merging:KIND").name == "merge"
 
     started = []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append(command))
     chat("r", "merged")
-    assert started[0][-1] == str(of["merged"])
+    assert str(of["merged"]) in started[0]
     [subject] = choose(run.store, run.pipeline).subjects
     assert (subject.stage, [name for name, _ in subject.evals.values()]) == ("merged", ["eval_merged"])
 

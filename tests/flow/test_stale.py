@@ -98,7 +98,8 @@ def test_a_stale_run_says_so_in_status_stages_and_diff(stale_record, project, ca
     assert "preset tiny  stale" in said
     assert "stale: eval_sft (sft was built since), report (sft was built since)" in said
     assert "nanodag rerun r --stale" in said
-    states = {line.split()[0]: line.split()[2] for line in said.splitlines() if line.startswith("  ")}
+    cells = [line.split() for line in said.splitlines() if line.startswith(tuple(STAGES))]
+    states = {stage: state for stage, _, state, *_ in cells}
     assert [stage for stage in STAGES if states[stage] == "stale"] == ["eval_sft", "report"]
     show_stages("r", file="")
     said = capsys.readouterr().out

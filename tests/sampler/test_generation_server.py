@@ -219,7 +219,7 @@ BAD_BODIES = {
     "not JSON": [b"{", b"\xff\xfe", b"[" * 100_000, b'{"input_ids": [1], "sampling_params": {"temperature": NaN}}'],
     "must be a JSON object": [b"[1, 2]"],
     "there is no such field": [GOOD | {"inputs": [1]}, params(max_tokens=5)],
-    "SGLang knows this field": [GOOD | {"lora_path": "x"}, params(min_p=0.1)],
+    "SGLang knows this field": [GOOD | {"session_params": {}}, params(min_p=0.1)],
     "stream": [GOOD | {"stream": 1}],
     "rid": [GOOD | {"rid": 5}],
     "rid is a list of 1 for 1 prompts": [GOOD | {"rid": ["a"]}],

@@ -19,7 +19,7 @@ def file(tmp_path, no_settings):
 
 
 def test_a_sweep_checks_what_its_record_has_not_finished(file, monkeypatch):
-    def stop(pipeline, *, to_build, **about):
+    def stop(pipeline, store, *, to_build, **about):
         raise ConfigError(" ".join(sorted(to_build)))
 
     monkeypatch.setattr("nanodag.run.preflight.check_before_start", stop)
