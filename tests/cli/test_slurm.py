@@ -104,8 +104,8 @@ def test_the_job_is_sent_and_named(nanodag, programs, tmp_path):
     programs(sbatch=f"cat > {tmp_path}/script; echo '77;cluster'")
     nanodag(ASKED, "Job 77 runs mine", "squeue --job 77", "scancel 77")
     assert (tmp_path / "said").read_text() == "sbatch --parsable\n"
-    # Behind the line on standard error, which says that packages are looked at.
-    assert nanodag(f"{ASKED} --print").endswith((tmp_path / "script").read_text())
+    # Before the line on standard error, which says that packages are looked at.
+    assert nanodag(f"{ASKED} --print").startswith((tmp_path / "script").read_text())
 
 
 IN_JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "4"}
