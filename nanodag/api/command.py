@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +140,22 @@ class _Server(uvicorn.Server):
 def _models(args: argparse.Namespace, folders: Mapping[str, Path], followed: str, logs: Path) -> dict[str, ServedModel]:
     """Models by their names; those of one folder share its engines. followed: the first weights' version of a run under
     way. Raises ConfigError for adapters that cannot be over any."""
-    adapters = _folders(args.adapter, "--adapter", ADAPTER_CONFIG)
+    adapters = {n: (weights_digest(f), f) for n, f in _folders(args.adapter, "--adapter", ADAPTER_CONFIG).items()}
     bases = {name: name if name in folders else next(iter(folders)) for name in [*folders, *adapters]}
     engines = {name: (folders[base], base == args.follow) for name, base in bases.items()}
     models: dict[str, ServedModel] = {}
     first: dict[tuple[Path, bool], ServedModel] = {}
     for name, served in zip(bases, _served_names(bases, args.served_model_name), strict=True):
         folder, is_followed = engine = engines[name]
-        own = [adapters[other] for other in adapters if engines[other] == engine]
+        own = dict(adapters[other] for other in adapters if engines[other] == engine)
         if own and is_followed:
             raise ConfigError(f"--adapter over {name}, which --follow changes: give it the name of a --model.")
         if engine not in first:
             version = followed if is_followed else weights_digest(folder)
             places = {"first": len(first) * args.replicas, "num_models": len({*engines.values()})}
             first[engine] = served_model(args, served, folder, version, logs, adapters=own, **places)
-        models[served] = with_adapters(first[engine], served, adapters.get(name))
+        own_engines = replace(first[engine], name=served)
+        models[served] = with_adapters(own_engines, *adapters[name]) if name in adapters else own_engines
     return models
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import secrets
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from nanodag.model.architecture import (
     read_json,
     vocabulary_and_positions,
 )
-from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config, weights_digest
+from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 
 STREAM_EVERY_S = 0.05
@@ -42,13 +42,13 @@ def served_model(
     *,
     first: int,
     num_models: int,
-    adapters: Collection[Path] = (),
+    adapters: Mapping[str, Path] = {},
 ) -> ServedModel:
     """A model whose engines are not started yet.
 
     args: as of `command.py`. version: of its weights. first: engines that the models before it have, so that each gets
-    a GPU of its own as far as there are so many. adapters: folders that its engines hold for `with_adapters`. Raises
-    SourceError, BadRequest or MissingTool for what cannot be served.
+    a GPU of its own as far as there are so many. adapters: folders that its engines hold, by the names that
+    `with_adapters` is given. Raises SourceError, BadRequest or MissingTool for what cannot be served.
     """
     tokens = TokenText(folder)
     device = detect().device if args.device == "auto" else args.device
@@ -70,9 +70,8 @@ def served_model(
         if args.engine != "vllm":
             raise ConfigError(f"--adapter: {args.engine} has the weights of one model; take --engine vllm.")
         with faults_of_config():
-            rank = max(int(read_json(adapter / ADAPTER_CONFIG)["r"]) for adapter in adapters)
-        held = {weights_digest(adapter): adapter for adapter in adapters}
-        settings = settings.model_copy(update={"adapters": held, "lora_rank": rank})
+            rank = max(int(read_json(adapter / ADAPTER_CONFIG)["r"]) for adapter in adapters.values())
+        settings = settings.model_copy(update={"adapters": adapters, "lora_rank": rank})
 
     def launch(number: int, weights: Path, version: str) -> ServerProcess:
         log_path = logs / f"{name.replace('/', '-')}-{number}.log"
@@ -106,14 +105,12 @@ def served_model(
     )
 
 
-def with_adapters(model: ServedModel, name: str, folder: Path | None) -> ServedModel:
-    """Another name of what a model's engines have, answered with the adapters of a folder among theirs, if one is
-    given, and by the tokenizer in it where there is one."""
-    if folder is None:
-        return replace(model, name=name)
+def with_adapters(model: ServedModel, lora_path: str, folder: Path) -> ServedModel:
+    """The same with adapters that its engines hold under a name, and by the tokenizer in their folder where there is
+    one."""
     with suppress(SourceError):
         model = replace(model, tokens=TokenText(folder), renderer=_renderer(folder))
-    return replace(model, name=name, lora_path=weights_digest(folder), root=folder)
+    return replace(model, lora_path=lora_path, root=folder)
 
 
 def _renderer(folder: Path) -> ChatRenderer | None:

@@ -47,8 +47,10 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
             await unless_left(http, asyncio.to_thread(_check_prompt_tokens, prompts, model, limits))
         assert isinstance(model.backend, Fleet)
         limits.check_room(model.backend.load, num_samples)
-        if model.lora_path or body.get("lora_path"):  # the model's name says which
-            raw = to_json(body | {"lora_path": model.lora_path or None})
+        if body.get("lora_path"):
+            raise Refused("adapters are chosen by ?model=NAME: leave lora_path out", param="lora_path")
+        if model.lora_path:
+            raw = to_json(body | {"lora_path": model.lora_path})
         return _Passed(model, limits, "POST", "/generate", raw, num_samples)
 
     return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]

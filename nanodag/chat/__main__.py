@@ -209,8 +209,8 @@ def chat(options: argparse.Namespace) -> int:
             model = runner.run(with_its_context(model))
             longest = min(options.max_new_tokens, max(1, model.context_length // 2))
             tools = () if options.no_tools else DEFAULT_TOOLS
-            how = (model.context_length, TEMPERATURE, longest, options.alone, tools)
-            conversation = Dialogue(partial(chat_prompt, model), *how)
+            render, context = partial(chat_prompt, model), model.context_length
+            conversation = Dialogue(render, context, TEMPERATURE, longest, is_alone=options.alone, tools=tools)
             talk = Talk(conversation, model, runner, console, is_terminal)
             if message is not None:
                 return 0 if talk.hears(sys.stdin.read() if message == "-" else message) else 1

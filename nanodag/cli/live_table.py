@@ -95,16 +95,19 @@ def fitting(
 ) -> Table:
     """A table no wider than the terminal. rows: a cell by its column's title, the first column first. numbers: columns
     that are aligned to the right. narrow: columns that are left out, in this order, until no line has to be broken."""
-    endless = console.options.update(max_width=1000)
-    for number in range(len(narrow) + 1):
-        titles = [title for title in (rows[0] if rows else ()) if title not in narrow[:number]]
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for title in titles:
-            table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*(row[title] for title in titles))
-        if Measurement.get(console, endless, table).maximum <= console.width:
+    options, widths = console.options.update(max_width=1000), dict[str, int]()
+    for title in rows[0] if rows else ():
+        cells = [title, *(row[title] for row in rows)]
+        widths[title] = 2 + max(Measurement.get(console, options, cell).maximum for cell in cells)  # and the gap
+    for title in narrow:
+        if sum(widths.values()) - 2 <= console.width:
             break
+        widths.pop(title, None)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in widths:
+        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[title] for title in widths))
     return table
 
 

@@ -19,7 +19,7 @@ from nanodag.host.machine import GIB, Machine, detect, machine_of
 from nanodag.plan.case import device_room, host_room
 from nanodag.plan.make import Plan, plan_of
 from nanodag.report.words import count
-from nanodag.run.preflight import FaultyPipeline, check_names
+from nanodag.run.preflight import faults_of_names
 from nanodag.run.record import pipeline_file, store_of
 from nanodag.run.stale_stages import made_stages
 from nanodag.store import Store
@@ -47,15 +47,11 @@ def planned(preset: str = "auto", *overrides: str, file: str = "", on: str = "",
     path, machine = pipeline_file(file), machine_of(on) if on else detect()
     resolved = resolve(path, preset, overrides, machine=machine)
     pipeline, warnings = resolved.pipeline, resolved.warnings
-    plan = replace(plan_of(pipeline, machine, price_per_hour=price_per_hour), warnings=warnings)
-    if on:  # another machine has files and packages of its own
-        return plan
-    local = Path(pipeline.store.url)
-    try:
-        check_names(pipeline, file=path, local=local, only_names=True)
-    except FaultyPipeline as error:
-        plan = replace(plan, lacking=error.faults)
-    if not local.is_dir():  # a far one is not asked, and who looks makes none
+    local, plan = Path(pipeline.store.url), plan_of(pipeline, machine, price_per_hour=price_per_hour)
+    # Another machine has files and packages of its own.
+    lacking = [] if on else faults_of_names(pipeline, file=path, local=local, only_names=True)
+    plan = replace(plan, warnings=warnings, lacking=lacking)
+    if on or not local.is_dir():  # a far one is not asked, and who looks makes none
         return plan
     store = store_of(pipeline)
     return replace(plan, made=made_stages(pipeline, store), warnings=[*warnings, *_taken(store, machine)])

@@ -65,9 +65,9 @@ def chat(
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
     model = found_model(run, stage, file)
-    facts, folder = model.facts, str(model.folder)
-    how = ["--alone"] * (facts.get("has_turns") is False) + ["--no-tools"] * (facts.get("has_calls") is False)
-    _hand_over("nanodag.chat", folder, *how, *(["--message", message] if message else []))
+    how = ["--alone"] if model.facts.get("has_turns") is False else []
+    how += ["--no-tools"] if model.facts.get("has_calls") is False else []
+    _hand_over("nanodag.chat", str(model.folder), *how, *(["--message", message] if message else []))
 
 
 def serve(

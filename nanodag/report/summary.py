@@ -42,10 +42,6 @@ def _finished(store: Store, record: RunRecord) -> dict[str, Any]:
     return {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}
 
 
-def _has_samples(artifact: Artifact) -> bool:
-    return recorded_kind(artifact.kind).config.makes_rollouts
-
-
 def summary_of(store: Store, record: RunRecord) -> Summary:
     """The summary of a run. Raises StoreError when an artifact is damaged or gone."""
     stages = scored_stages(store, record)
@@ -63,6 +59,10 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
 def has_scores(artifact: Artifact) -> bool:
     """True for an eval's artifact that its worker has written whole."""
     return recorded_kind(artifact.kind).makes == SCORES and "results.json" in artifact.files
+
+
+def _has_samples(artifact: Artifact) -> bool:
+    return recorded_kind(artifact.kind).config.makes_rollouts
 
 
 def _line(comparison: Comparison) -> str:

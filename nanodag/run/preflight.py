@@ -34,14 +34,6 @@ from nanodag.store.provenance import code_digest
 TIMEOUT_S = 300.0  # a hub may be slow, a user's module may load torch
 
 
-class FaultyPipeline(ConfigError):
-    """Stages name what is not there. faults: a line each."""
-
-    def __init__(self, text: str, faults: list[str]) -> None:
-        super().__init__(text)
-        self.faults = faults
-
-
 def check_before_start(
     pipeline: Pipeline,
     store: Store,
@@ -81,14 +73,21 @@ def check_cuda(stages: Mapping[str, AnyStage]) -> None:
         raise ConfigError("\n  ".join(["GPUs of this machine:", *faults]))
 
 
-def check_names(
+def check_names(pipeline: Pipeline, *, file: Path, **how: Any) -> None:
+    """Raise ConfigError with the lines of `faults_of_names`, whose arguments these are."""
+    if faults := faults_of_names(pipeline, file=file, **how):
+        head = f"{file}, preset {pipeline.preset!r}"
+        text = f"{head}: {faults[0]}" if len(faults) == 1 else "\n  ".join([f"{head}, cannot be run:", *faults])
+        raise ConfigError(text)
+
+
+def faults_of_names(
     pipeline: Pipeline, *, file: Path, local: Path | None = None, stages: Collection[str] = (), only_names: bool = False
-) -> None:
-    """Raise FaultyPipeline as check_before_start does, whether it fits this machine or not. local: the store's folder
+) -> list[str]:
+    """A line for each thing that a stage would fail for, whether it fits this machine or not. local: the store's folder
     here, which remembers what has passed; None to look in any case. only_names: neither the hub is asked nor which
     tools this machine has, and nothing is written."""
     request = {
-        "only_names": False,  # of what is remembered
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],
         "file": str(file),
@@ -98,18 +97,16 @@ def check_names(
     remembered = None if local is None else local / "checked" / name
     with suppress(OSError, ValueError):
         if remembered is not None and all(state_of(p) == s for p, s in json.loads(remembered.read_text()).items()):
-            return
+            return []
     # Beside what a command prints: it may be JSON.
-    print("Looking at packages and first rows: 5 to 15 s on an idle machine ...", file=sys.stderr, flush=True)
+    print("Looking at packages and first rows: a few seconds on an idle machine ...", file=sys.stderr, flush=True)
     report = _look({**request, "only_names": only_names})
-    if faults := report["faults"]:
-        head = f"{file}, preset {pipeline.preset!r}"
-        text = f"{head}: {faults[0]}" if len(faults) == 1 else "\n  ".join([f"{head}, cannot be run:", *faults])
-        raise FaultyPipeline(text, faults)
-    if remembered is not None and not only_names:
+    faults: list[str] = report["faults"]
+    if not faults and remembered is not None and not only_names:
         with writing(f"Writing {remembered}"):
             remembered.parent.mkdir(parents=True, exist_ok=True)
             write_json(remembered, report["relied_on"])
+    return faults
 
 
 def state_of(path: str) -> list[int]:

@@ -160,9 +160,8 @@ class Checks:
             kind = kind_of(source.adapter, source.url, record_kind)
             record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
             _, belongs = open_part(source, "held_out", self._mirror)
-            rows = list(
-                itertools.islice(self._open(source.url).rows(), ceil(ROWS_FOR_A_SHARE / float(source.held_out)))
-            )
+            num_rows = ceil(ROWS_FOR_A_SHARE / float(source.held_out))
+            rows = list(itertools.islice(self._open(source.url).rows(), num_rows))
             if any(belongs(record_of(number, row)) for number, row in rows):
                 return
             counts.append(f"{100 * float(source.held_out):g} % of the {len(rows):,} rows of {source.url}")

@@ -73,8 +73,7 @@ def shown_state(entry: StageRecord) -> str:
 
 
 def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
-    state = shown_state(entry)
-    started = entry.started
+    state, started = shown_state(entry), entry.started
     lines = _last_lines(store, entry) if state in ("running", "stopped", "failed") else []
     works = [line for line in lines if line["event"] in ("step", "phase") and line.get("total")]
     rate = _rate([(line["time"], line["step"], (line["total"], line.get("phase"))) for line in works])

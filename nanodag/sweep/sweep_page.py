@@ -134,8 +134,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
     labels = list(dict.fromkeys(label for row in rows for label in row.scores))
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     differing = [n for n in names if len({row.metrics[n] for row in rows if n in row.metrics}) > 1]
-    chosen = [name for name in TELLING if name in names] + [name for name in differing if name not in TELLING]
-    metrics = chosen[:MAX_METRICS]
+    metrics = [*(n for n in TELLING if n in names), *(n for n in differing if n not in TELLING)][:MAX_METRICS]
     failed = sum(row.artifact is None for row in rows)
     note = NOTES["points"].format(false_alarms=FALSE_ALARMS)
     parts = [Part(table=_table(sweep, rows, labels, metrics))]

@@ -93,18 +93,18 @@ def hold(
     free_since: dict[int, float] = {}
     with contextlib.ExitStack() as stack:
         while True:
-            numbers = list(range(devices.capacity))
+            numbers, others = list(range(devices.capacity)), dict[int, str]()
             if step_back_s:
-                now = time.monotonic()
-                free = set(numbers).difference(holders(folder, devices.name))
+                now, others = time.monotonic(), holders(folder, devices.name)
+                free = set(numbers).difference(others)
                 free_since = {number: free_since.get(number, now) for number in sorted(free)}
                 numbers = [number for number, since in free_since.items() if now - since >= step_back_s]
-            if (held := _try(folder, devices, numbers, stack)) is not None:
+            if (held := _try(folder, devices, numbers, stack, others)) is not None:
                 break
             if stop is not None and stop.is_set():
                 raise StageStopped(f"Was stopped while it waited for {awaited}.")
             if len(free_since) < (devices.least or devices.wanted):
-                who = listed(dict.fromkeys(holders(folder, devices.name).values()))
+                who = listed(dict.fromkeys(filter(None, others.values())))
                 text = f"waits for {awaited}, held by {who}"
                 if who and text != said:
                     say(text)
@@ -137,14 +137,20 @@ def _lock_file(folder: Path, devices: Devices, number: int) -> Path:
     return folder / f"{devices.name}-{number}.lock"
 
 
-def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack) -> dict[int, int] | None:
+def _try(
+    folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack, others: dict[int, str]
+) -> dict[int, int] | None:
+    """others: gets the holders of those that are not to be had. To look at locks would be in others' way."""
     with contextlib.ExitStack() as attempt:
         got: dict[int, int] = {}
         for number in numbers:
-            stream = attempt.enter_context(_lock_file(folder, devices, number).open("a"))
-            with contextlib.suppress(BlockingIOError):
+            stream = attempt.enter_context(_lock_file(folder, devices, number).open("a+"))
+            try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 got[number] = stream.fileno()
+            except BlockingIOError:
+                stream.seek(0)
+                others[number] = stream.read()
             if len(got) == devices.wanted:
                 break
         if len(got) < (devices.least or devices.wanted):

@@ -115,3 +115,18 @@ def test_adapters_that_differ_in_their_scale_alone_are_two(tmp_path):
     before, config = weights_digest(tmp_path / "one"), tmp_path / "one" / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 64'))
     assert weights_digest(tmp_path / "one") != before
+
+
+def test_a_request_may_not_choose_adapters_by_itself(tmp_path):
+    base = tmp_path / "base"
+    save_tiny_model(base, "qwen3")
+    args = parse_arguments(["--device=cpu", "--engine=vllm", f"--model=base={base}", *adapters_over(base, tmp_path)])
+    models = _models(args, _folders(args.model, "--model", "config.json"), "", tmp_path)
+
+    async def main():
+        app = application(models, engine_routes=passed_on(models, Limits()))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post("/generate", json={"input_ids": PROMPT, "lora_path": models["one"].lora_path})
+
+    reply = asyncio.run(main())
+    assert reply.status_code == 400 and "leave lora_path out" in reply.text

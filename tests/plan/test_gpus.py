@@ -202,7 +202,7 @@ def test_a_stage_reads_no_more_than_its_files_have_and_says_how_often(tmp_path, 
 
 
 def test_a_plan_says_who_holds_the_machine_now(store, monkeypatch, capsys):
-    monkeypatch.setattr("nanodag.cli.plan.check_names", lambda *_, **__: None)
+    monkeypatch.setattr("nanodag.cli.plan.faults_of_names", lambda *_, **__: [])
     with hold(devices_folder(store), Devices(name="cpu", capacity=1), holder="sft of run a"):
         show_plan([f"store.url={store.url}"], preset="pocket", file=str(FILE), on="", price_per_hour=0, as_json=True)
     assert any("held now by sft of run a" in text for text in json.loads(capsys.readouterr().out)["warnings"])
