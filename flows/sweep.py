@@ -9,6 +9,7 @@ from typing import Any
 from prefect.states import Completed, Failed, State
 
 from nanodag.errors.words import counted
+from nanodag.sweep.halving import Halving
 from nanodag.sweep.sweep_run import begin_sweep, find_built
 from tasks.stage_task import ending, flow_of_stages, outcome, own_flow_run, start_all
 from tasks.sweep import comparison
@@ -22,6 +23,7 @@ def sweep(
     stage: str = "",
     at_once: int = 1,
     predict: int = 0,
+    halving: int = 0,
     preset: str = "auto",
     overrides: tuple[str, ...] = (),
     file: str = "",
@@ -35,6 +37,7 @@ def sweep(
         stage: what is compared; empty for the last stage that a point sets an option of
         at_once: how many stages that train may be under way together
         predict: the depth that a scaling law of the points is to predict; 0 for no law
+        halving: ends points early that are not among the best 1/halving as far as they have come; 0 for none
         preset: a preset of the pipeline file; auto takes the file's default
         overrides: dotted.name=value, for all points
         file: the pipeline file; empty for the one that is served
@@ -45,13 +48,18 @@ def sweep(
     with ending(run):
         results = find_built(run)
         num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]
-        run.at_once, futures = at_once, {}
+        run.at_once, futures, ended = at_once, {}, Halving(made, run, results, keep=halving) if halving else None
+        if ended is not None:
+            run.to_do, run.on_metrics = ended.left(run), ended
         start_all(run, futures, at_once=at_once)
-        stages = outcome(run.to_do, futures)
+        if ended is not None:
+            run.to_do = ended.left(run)
+        stages = outcome(run.to_do, {stage: futures[stage] for stage in run.to_do if stage in futures})
         results |= {s: future.result() for s, future in futures.items() if future.state.is_completed()}
         compared = comparison(made, run, results, return_state=True)
     failed = [state for state in (stages, compared) if not state.is_completed()]
     if failed:
         return Failed(message="\n".join(state.message or "" for state in failed))
     num_points, num_stages = counted(len(made.points), "point"), counted(len(results), "stage")
-    return Completed(message=f"{num_points}, {num_found} of {num_stages} found in the store")
+    early = f", {counted(len(ended.ended), 'point')} ended early" if ended is not None else ""
+    return Completed(message=f"{num_points}, {num_found} of {num_stages} found in the store{early}")

@@ -138,7 +138,12 @@ def task_of(kind: str) -> Task[..., Any]:
         progress = _Progress(name)
         is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
         send = functools.partial(build_in_pool, name, run, inputs, force=force) if is_sent else None
-        watch = Watch(on_line=_shown_in(get_run_logger()), on_metrics=progress)
+
+        def hear(metrics: dict[str, Any]) -> None:
+            progress(metrics)
+            run.on_metrics(name, metrics)
+
+        watch = Watch(on_line=_shown_in(get_run_logger()), on_metrics=hear)
         try:
             result = build_stage(
                 run, name, inputs, force=force, watch=watch, send=send, max_restarts=len(RETRY_AFTER_S)

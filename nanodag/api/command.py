@@ -6,7 +6,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import socket
@@ -39,7 +38,7 @@ from nanodag.store import Store
 
 STOP_S = 5  # what answers under way may still take when the server is ended
 
-TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path, "json": json.loads}
+TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path}
 LIMITS = ("max_body_bytes", "max_prompt_tokens", "max_new_tokens", "max_waiting", "request_timeout_s")  # of Limits
 
 Routes = Callable[[], Sequence[BaseRoute]]

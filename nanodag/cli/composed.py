@@ -96,9 +96,7 @@ def show_night(
     \b
     nanodag nightly show
     """
-    from rich.markdown import Markdown
-
-    from nanodag.cli.live_table import make_console
+    from nanodag.cli.live_table import make_console, print_markdown
     from nanodag.nightly.findings import PAGE_STAGE
     from nanodag.nightly.nights import nights_of
     from nanodag.run.record import served_store
@@ -109,7 +107,7 @@ def show_night(
     if not nights:
         raise ArtifactNotFound(f"{store.url} has no finished night{' ' + name if name else ''}: nanodag nightly run")
     folder = store.materialize(store.get(f"{nights[-1].run}:{PAGE_STAGE}"))
-    console.print(Markdown((folder / "trend.md").read_text(encoding="utf-8")))
+    print_markdown(console, (folder / "trend.md").read_text(encoding="utf-8"))
     console.print(str(folder / "trend.html"), soft_wrap=True, highlight=False)
 
 
@@ -137,10 +135,14 @@ def sweep(
     name: SweepName = "",
     detach: Detach = False,
     dry_run: DryRun = False,
+    halving: Annotated[
+        int, typer.Option(metavar="N", min=0, max=10, help="End points early that are not among the best 1/N by then.")
+    ] = 0,
 ) -> None:
     """Run a stage with many settings, and compare them.
 
-    What the points have in common is run once. Every combination of the grid's values is a point.
+    What the points have in common is run once. Every combination of the grid's values is a point. With --halving 3 a
+    point goes on beyond 1/9 and 1/3 of its way only while its validation is among the best third of those before it.
 
     \b
     nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
@@ -154,6 +156,10 @@ def sweep(
     console, changes = make_console(), overrides or []
     grid, points = grid or [], [text.split() for text in point or []]
     made = make_sweep(pipeline_file(file), preset, changes, grid, points, stage, predict=predict)
+    if halving:
+        from nanodag.sweep.halving import check_halving
+
+        check_halving(made, halving)
     shared = [name for name in made.pipeline.stages if name in made.points[0].stages]
     console.print(
         f"{counted(len(made.points), 'point')} of stage {made.stage}, {counted(len(made.pipeline.stages), 'stage')}; "
@@ -170,6 +176,7 @@ def sweep(
     check_before_start(made.pipeline, store, file=path, to_build=to_build)
     running, parameters = serve(path, pipeline, store, changes)
     parameters |= {"grid": grid, "points": points, "stage": made.stage, "at_once": at_once, "predict": predict}
+    parameters |= {"halving": halving}
     code = start_and_watch("Sweep", store, running, "sweep", name, parameters, detach=detach)
     if code is None:
         return

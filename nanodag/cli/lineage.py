@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from nanodag.cli.live_table import make_console
+from nanodag.cli.live_table import fitting, make_console
 from nanodag.cli.show import find_run, print_stale
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import CorruptArtifact, StoreError
@@ -80,23 +80,16 @@ def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
         same = sum(row.is_same for row in of_section)
         console.print(Text.assemble((section, "bold"), (f"  {same} of {len(of_section)} the same", "dim")))
         if shown:
-            console.print(_side_by_side(shown, before.run, after.run, section in ("metrics", "cost")))
+            numbers = ["difference"] if section in ("metrics", "cost") else []
+            table = [_cells(row, [before.run, after.run], numbers) for row in shown]
+            console.print(fitting(console, table, numbers=[before.run, after.run, *numbers] if numbers else ()))
 
 
-def _side_by_side(rows: Sequence[DiffLine], first: str, second: str, is_numbers: bool) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 2), header_style="dim")
-    side: Literal["left", "right"] = "right" if is_numbers else "left"
-    table.add_column("")
-    table.add_column(first, justify=side)
-    table.add_column(second, justify=side)
-    if is_numbers:
-        table.add_column("difference", justify="right")
-    for row in rows:
-        cells = [Text(row.name), Text(_shown(row.before), "red"), Text(_shown(row.after), "green")]
-        if is_numbers:
-            cells.append(Text("" if row.difference is None else f"{row.difference:+.5g}"))
-        table.add_row(*cells)
-    return table
+def _cells(row: DiffLine, runs: Sequence[str], numbers: Sequence[str]) -> dict[str, RenderableType]:
+    """A line of the comparison by its columns' titles. numbers: those of a difference."""
+    sides = (Text(_shown(row.before), "red"), Text(_shown(row.after), "green"))
+    difference = "" if row.difference is None else f"{row.difference:+.5g}"
+    return {"": Text(row.name), **dict(zip(runs, sides, strict=True)), **dict.fromkeys(numbers, difference)}
 
 
 def _shown(value: Any) -> str:

@@ -1,11 +1,14 @@
 """The live table of a run's stages and the line of a long command; plain lines where the output is no terminal."""
 
+import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markdown import Markdown
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -86,29 +89,53 @@ def _line(stage: StageProgress) -> str:
 
 def stage_table(stages: Sequence[StageProgress], console: Console) -> Table:
     """Stages with state, a bar, progress, loss, reward or score, speed, time left, time taken and key."""
-    narrow = ("key", "", "speed", "left", "reached")
+    narrow = (["key"], [""], ["speed"], ["left"], ["reached"])
     return fitting(console, list(map(_cells, stages)), numbers=("progress", "speed", "left", "took"), narrow=narrow)
 
 
 def fitting(
-    console: Console, rows: Sequence[Mapping[str, RenderableType]], *, numbers: Collection[str], narrow: Sequence[str]
+    console: Console,
+    rows: Sequence[Mapping[str, RenderableType]],
+    *,
+    numbers: Collection[str] = (),
+    narrow: Sequence[Collection[str]] = (),
 ) -> Table:
     """A table no wider than the terminal. rows: a cell by its column's title, the first column first. numbers: columns
-    that are aligned to the right. narrow: columns that are left out, in this order, until no line has to be broken."""
+    that are aligned to the right. narrow: groups of columns that are left out, in this order, until no line has to be
+    broken. Where that is not enough each row is a list, a line a cell."""
     options, widths = console.options.update(max_width=1000), dict[str, int]()
     for title in rows[0] if rows else ():
         cells = [title, *(row[title] for row in rows)]
         widths[title] = 2 + max(Measurement.get(console, options, cell).maximum for cell in cells)  # and the gap
-    for title in narrow:
+    for titles in narrow:
         if sum(widths.values()) - 2 <= console.width:
             break
-        widths.pop(title, None)
+        widths = {title: width for title, width in widths.items() if title not in titles}
+    if sum(widths.values()) - 2 > console.width:
+        table = Table.grid(padding=(0, 2))
+        for row in rows:
+            for title in widths:
+                table.add_row(Text(title, "dim"), row[title])
+            table.add_row()
+        return table
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in widths:
         table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(row[title] for title in widths))
     return table
+
+
+def print_markdown(console: Console, text: str) -> None:
+    """Print a page of nanodag.report.page.to_markdown, its tables no wider than the terminal."""
+    for is_table, lines in groupby(text.splitlines(), lambda line: line.startswith("|")):
+        if not is_table:
+            console.print(Markdown("\n".join(lines)))
+            continue
+        cut = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+        headers, _, *rows = ([re.sub(r"\\(.)", r"\1", cell.strip()) for cell in cells] for cells in cut)
+        shown = [dict(zip(headers, map(Text, row), strict=True)) for row in rows]
+        console.print(fitting(console, shown, numbers=headers[2:]))
 
 
 def _cells(stage: StageProgress) -> dict[str, RenderableType]:

@@ -85,7 +85,7 @@ def _print(plan: Plan, layouts: Mapping[str, Mapping[str, float]]) -> None:
     rooms += [f"{size(device_room(machine))} a GPU"] if gpu is not None else []
     console.print(f"Preset [bold]{plan.preset}[/] on {machine}; room: {', '.join(rooms)}", highlight=False)
     rows = _rows(plan)
-    table = fitting(console, rows, numbers=[*rows[0]][1:], narrow=NARROW)
+    table = fitting(console, rows, numbers=[*rows[0]][1:], narrow=[[name] for name in NARROW])
     console.print(table)
     if narrow := [name for name in NARROW if name not in [column.header for column in table.columns]]:
         console.print(f"  The terminal is too narrow for {listed(narrow)}: --json has them.", style="dim")

@@ -20,7 +20,7 @@ from nanodag.config.kind import MODEL, PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.resolve import portable, read_document
 from nanodag.errors import ServerError, StoreBusy
-from nanodag.errors.words import counted, duration, listed
+from nanodag.errors.words import counted, duration
 from nanodag.host.machine import machine_of
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
@@ -66,8 +66,9 @@ def run_pipeline(
     print_placement(console, resolved)
     print_warnings(console, resolved.warnings)
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
-        others = listed(read_document(path)["presets"])
-        console.print(f"No preset was named, so this is the file's default. There are: {others}.", style="dim")
+        console.print("No preset was named, so this is the file's default. There are:", style="dim")
+        for other, stated in read_document(path)["presets"].items():
+            console.print(f"  {other}: {stated.get('description', '')}", style="dim", markup=False)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     parameters = {**parameters_of(path, pipeline, store, overrides), "stale": kept}
     return store, name, start(store, server, name, parameters, detach=detach, began=began)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, cast
 
 import typer
@@ -237,7 +238,11 @@ def _serve(
     named = [f"--model={name}={model.folder}" for name, model in served.items() if model.folder.name]
     named += [f"--adapter={name}={model.adapter}" for name, model in served.items() if model.adapter]
     typer.echo(f"Loading {listed(served)}; a line says when they answer, mostly within 30 s.", err=True)
-    _hand_over(SERVING, *named, f"--about={json.dumps(about)}", f"--ratings={ratings}", *options)
+    with TemporaryFile() as facts:  # an argument is read by others in `ps`, and is no longer than 128 KiB
+        facts.write(json.dumps(about).encode())
+        facts.seek(0)
+        os.set_inheritable(facts.fileno(), True)
+        _hand_over(SERVING, *named, f"--about=/dev/fd/{facts.fileno()}", f"--ratings={ratings}", *options)
 
 
 def _hand_over(program: str, *arguments: str) -> NoReturn:

@@ -163,7 +163,7 @@ def _print_run(console: Console, record: RunRecord, now: str) -> None:
     console.print(title)
     stale = stale_stages(record)
     rows = [_stage_cells(name, entry, name in stale) for name, entry in record.stages.items()]
-    narrow = ("attempt", "worker", "CPU", "kind", "key", "size")
+    narrow = (["attempt"], ["worker", "CPU"], ["kind"], ["key"], ["size"])
     console.print(fitting(console, rows, numbers=("size", "took", "worker", "CPU"), narrow=narrow))
     print_stale(console, record)
 
@@ -187,7 +187,7 @@ def print_summary(console: Console, store: Store, record: RunRecord) -> None:
             for model, score in zip(models, scores, strict=True):
                 rows[-1] |= {model: score.text, f"{model} 95 %": Text(score.detail, "dim")}
         intervals = [f"{model} 95 %" for model in models]
-        console.print(fitting(console, rows, numbers=[*models, *intervals], narrow=intervals))
+        console.print(fitting(console, rows, numbers=[*models, *intervals], narrow=[intervals]))
     for lines, word, style in ((summary.better, "better", "green"), (summary.worse, "worse", "red")):
         for line in lines:
             console.print(Text.assemble((f"{word:<7}", style), line), soft_wrap=True)

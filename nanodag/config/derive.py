@@ -185,6 +185,13 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived
     return -fewest, ranks
 
 
+def check_heads(stage_name: str, unit: int, model: ModelSize | None) -> None:
+    """Raise ConfigError for a model whose heads unit ranks cannot share out; nothing is said of an unknown one."""
+    if model is not None and (model.shape.num_heads % unit or model.shape.num_kv_heads % unit):
+        heads = f"{model.shape.num_heads} query and {model.shape.num_kv_heads} key-value heads"
+        raise ConfigError(f"{stage_name}.sequence_parallel: {unit} does not divide the model's {heads}.")
+
+
 def _nodes_to_train_on(stage: StageBase, machine: Machine) -> int:
     """Nodes of a machine that are left to ranks, beside those that samplers have to themselves."""
     return max(1, machine.nodes - stage.machines.get("sampler.nodes", 0))
@@ -318,6 +325,8 @@ def _of_stage(stage: StageBase, machine: Machine) -> Iterator[tuple[str, str]]:
         precision = getattr(section, "precision", None)
         if precision == "bf16" and not is_fast:
             yield setting, f"bf16, which {machine.short} emulates many times slower than fp32; `auto` is fp32"
+        if precision == "fp8" and not machine.multiplies_fp8(device):
+            yield setting, f"fp8, which {machine.short} emulates, so it is slower than `auto`"
         if precision == "fp32" and device == "cuda" and is_fast and find_kind(stage.kind).trains:
             yield setting, f"fp32, which {machine.short} multiplies many times slower than bf16; `auto` is bf16"
     ranks, threads = int(resources.num_ranks) // resources.num_nodes, int(resources.threads)

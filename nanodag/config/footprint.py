@@ -80,7 +80,7 @@ def train_state(
     extra = trained if trained is not None else 0
     learned = extra or total
     wide, shard = width_of(precision), num_ranks if zero_stage else 1
-    bf16 = precision == "bf16"
+    bf16 = precision != "fp32"
     traits = optimizer_named(optimizer)
     master = FLOAT * learned if bf16 or zero_stage else 0
     states = -(-(master + FLOAT * num_states(parameters, optimizer, learned)) // shard)
@@ -166,7 +166,7 @@ def documents_apart(
     """Bytes, at most, of so many tokens where each document is attended to in a row of its own: filled-up copies of
     query, key, value and output, for all heads, that each layer keeps. Our own attention on a CPU (heads of a multiple
     of 16) and flash attention on a GPU need none."""
-    is_free = precision == "bf16" and shape.head_width % 8 == 0 if device == "cuda" else shape.head_width % 16 == 0
+    is_free = precision != "fp32" and shape.head_width % 8 == 0 if device == "cuda" else shape.head_width % 16 == 0
     layers = 1 if checkpointing else shape.depth
     return 0 if is_free else tokens * layers * width_of(precision) * 2 * 4 * shape.num_heads * shape.head_width
 

@@ -164,9 +164,10 @@ class SupervisedStage(TrainedStage):
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""
-    precision: Precision | Auto = "auto"
+    precision: Precision | Literal["fp8"] | Auto = "auto"
     """Number format of weights and products. `auto`: bf16 where the device multiplies it faster (GPUs from compute
-    capability 8, processors with AVX512-BF16 or AMX), else fp32."""
+    capability 8, processors with AVX512-BF16 or AMX), else fp32. fp8: bf16, but for the products of layers, by torchao;
+    GPUs from compute capability 8.9 gain by it, others emulate it."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], WHOLE] = 1
     """DeepSpeed's ZeRO stage: what ranks share of optimizer states (1), gradients (2) and weights (3)."""
     sequence_length: int = Field(2048, ge=8, le=100_000_000)
@@ -279,7 +280,7 @@ class SupervisedStage(TrainedStage):
             self.benchmarks,
             inputs={"model": name},
             seed=self.seed,
-            precision="fp32" if device == "cpu" else self.precision,
+            precision="fp32" if device == "cpu" else "bf16" if self.precision == "fp8" else self.precision,
             stop_timeout_s=self.stop_timeout_s / 3,  # the rest is for the trainer's checkpoint
             resources={"device": device, "num_ranks": 1, "threads": int(self.resources.threads) * ranks_here},
             sampler={"engine": "embedded", "cache_bytes": ASKED_CACHE_BYTES},
@@ -356,9 +357,7 @@ class SupervisedStage(TrainedStage):
         widest = next(r for r in range(min(rows, max(1, most // length)), 0, -1) if rows % r == 0)
         micro = int(fill("micro_batch_tokens", widest * length, derived.why("micro", limit=f"{limit:,}")))
         fill("compile", derive.has_compiler(device, derived.machine), derived.why("compile"))
-        if model is not None and (model.shape.num_heads % unit or model.shape.num_kv_heads % unit):
-            heads = f"{model.shape.num_heads} query and {model.shape.num_kv_heads} key-value heads"
-            raise ConfigError(f"{derived.name}.sequence_parallel: {unit} does not divide the model's {heads}.")
+        derive.check_heads(derived.name, unit, model)
         if int(self.resources.num_ranks) % unit or micro % length or batch % (micro * groups):
             each = length * max(1, groups)
             raise ConfigError(

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
+FP8_CAPABILITY = 8.9  # NVIDIA's Ada
 FP32_SHARE = 0.06  # of a GPU's bfloat16 peak: 67 of 989 TFLOPs on an H100
 # What a GPU's host is taken to have where only the GPUs are named: less than any vendor sells with them.
 CORES_PER_GPU = 8
@@ -91,6 +92,10 @@ class Machine:
         if device == "cuda":
             return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
         return self.core_flops("bf16") >= 2 * self.core_flops("fp32")
+
+    def multiplies_fp8(self, device: str) -> bool:
+        """True where it multiplies float8, at twice the speed of bfloat16."""
+        return device == "cuda" and (self.gpu is None or self.gpu.capability >= FP8_CAPABILITY)
 
     def core_flops(self, precision: Literal["fp32", "bf16"]) -> float:
         """FLOPs a second of one core."""

@@ -92,11 +92,12 @@ def at(rows: Tensor, places: Tensor | None) -> Tensor:
 
 class Functions:
     """The layer's two halves, one pair for all layers of a model: over `layer.c` on a CPU where it takes the layer,
-    else over torch, compiled or not. compiled may be switched, and linear where they are not compiled."""
+    else over torch, compiled or not. compiled may be switched. linear: takes the place of its products, None for none;
+    set before the first compiled pass."""
 
     def __init__(self, *, compiled: bool) -> None:
         self.compiled = compiled
-        self.linear: Linear = functional.linear
+        self.linear: Linear | None = None
 
     def before(
         self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, of: Architecture, places: Tensor | None
@@ -121,18 +122,22 @@ class Functions:
         """None where a layer whose input is x (N, W) is compiled."""
         fits = cpu_layer_fits(width=x.shape[1], head_dim=of.head_dim, mlp_width=of.intermediate_size)
         if x.device.type == "cpu" and x.dtype in DTYPES and fits:
-            return OWN
-        return None if self.compiled else TORCH._replace(linear=self.linear)
+            return self._with_linear(OWN)
+        return None if self.compiled else self._with_linear(TORCH)
+
+    def _with_linear(self, operations: Operations) -> Operations:
+        return operations if self.linear is None else operations._replace(linear=self.linear)
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """At first use: torch's compiler takes a second to import."""
+        operations = self._with_linear(TORCH)
 
         def before(*tensors: Any, of: Architecture) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            return before_attention(*tensors, of=of, operations=TORCH)
+            return before_attention(*tensors, of=of, operations=operations)
 
         def after(*tensors: Any, of: Architecture) -> Tensor:
-            return after_attention(*tensors, of=of, operations=TORCH)
+            return after_attention(*tensors, of=of, operations=operations)
 
         return torch.compile(before), torch.compile(after)
 

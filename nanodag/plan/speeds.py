@@ -93,12 +93,12 @@ class PlannedDevices:
     @property
     def shares(self) -> PeakShares:
         """The shares of their peak that work reaches."""
-        return GPU_SHARES[self.engine] if self.device == "cuda" else CPU_SHARES[self.precision]
+        return GPU_SHARES[self.engine] if self.device == "cuda" else CPU_SHARES[self.precision.replace("fp8", "bf16")]
 
     @property
     def peak(self) -> float:
         """FLOPs a second of all of them; 0 where the machine's GPU is not known."""
-        gpu, is_bf16 = self.machine.gpu, self.precision == "bf16"
+        gpu, is_bf16 = self.machine.gpu, self.precision != "fp32"
         if self.device == "cuda":
             return self.count * self.gpus_each * gpu.peak * (1.0 if is_bf16 else FP32_SHARE) if gpu is not None else 0.0
         return self.count * self.machine.core_flops("bf16" if is_bf16 else "fp32")

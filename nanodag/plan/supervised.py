@@ -163,7 +163,10 @@ def _seconds(case: Case[SupervisedStage], steps: int | None, asked: StagePlan | 
     validations = (steps // stage.validation_every + 1) * validated
     scored_before = stage.passes_before * tokens / max(stage.passes, 1.0)
     worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + (validations + scored_before) / 3
-    computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
+    flops = float(model.training_flops(stage.sequence_length))
+    if stage.precision == "fp8" and case.machine.multiplies_fp8(case.device):
+        flops -= 6 * model.parameters["matrices"] / 2  # at twice the peak; the time of casts is not counted
+    computing = worked * flops / (shares.training * peak)
     scored = _times(stage.core_every, steps) * core_tokens(stage.core_limit, model.vocabulary)
     scoring = scored * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S

@@ -101,7 +101,7 @@ def build_stage(
                     artifact, waited_s = _build(run, name, inputs, key, sources, lock, watch)
                 run.store.discard_workspace(key)
     except BaseException as error:
-        state = "stopped" if run.stop.is_set() else "failed"
+        state = "stopped" if run.stop.is_set() or isinstance(error, StageStopped) else "failed"
         run.note(name, state=state, ended=time.time(), reason=str(error) or type(error).__name__)
         if isinstance(error, StoreBusy) and run.stop.is_set():
             raise StageStopped(

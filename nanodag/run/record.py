@@ -67,6 +67,8 @@ class Run:
         self.composed = ""  # `sweep` or `nightly` for a run that nanodag.run.derived_runs opened
         self.restarts: Counter[str] = Counter()  # by stage: how often it was begun in this process
         self.at_once = 1  # stages that train side by side where there is no GPU
+        # Hears each record of a stage's metrics; an error that it raises ends the stage.
+        self.on_metrics: Callable[[str, Mapping[str, Any]], None] = lambda stage, metrics: None
 
     @property
     def order(self) -> list[str]:

@@ -53,11 +53,12 @@ class PointScore:
 
 @dataclass(frozen=True, kw_only=True)
 class PointRow:
-    """A point: its stage's artifact, None where it failed; its stage, of the first points that did not; scores by
-    `eval: benchmark`."""
+    """A point: its stage's artifact, None where it failed, or was ended early: then with the reason; its stage, of the
+    first points that did not; scores by `eval: benchmark`."""
 
     point: PointRecord
     artifact: Artifact | None
+    early: str
     stage: ReportedStage | None
     scores: dict[str, PointScore]
 
@@ -83,7 +84,9 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
         if artifact is not None and len(rows) < MAX_LINES:
             records = run.store.verified(artifact, "records")
             drawn = ReportedStage.read("", {**vars(artifact), "files": "", "records": records})
-        rows.append(PointRow(point=point, artifact=artifact, stage=drawn, scores=scores))
+        entry = run.entry(point.stages[sweep.stage])
+        early = entry.reason if artifact is None and entry.state == "stopped" else ""
+        rows.append(PointRow(point=point, artifact=artifact, early=early, stage=drawn, scores=scores))
     tested = [(row.scores, label, s.difference) for row in rows for label, s in row.scores.items() if s.difference]
     for (scores, label, _), p in zip(tested, holm([difference.p_value for *_, difference in tested]), strict=True):
         scores[label] = replace(scores[label], adjusted=p)
@@ -135,7 +138,9 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     differing = [n for n in names if len({row.metrics[n] for row in rows if n in row.metrics}) > 1]
     metrics = [*(n for n in TELLING if n in names), *(n for n in differing if n not in TELLING)][:MAX_METRICS]
-    failed = sum(row.artifact is None for row in rows)
+    failed = sum(row.artifact is None and not row.early for row in rows)
+    early = sum(bool(row.early) for row in rows)
+    ends = [f"{count} of them {what}" for count, what in ((early, "ended early"), (failed, "failed")) if count]
     note = NOTES["points"].format(false_alarms=FALSE_ALARMS)
     parts = [Part(table=_table(sweep, rows, labels, metrics))]
     made = [*first, PageSection(title="Points", note=note, parts=parts)]
@@ -149,7 +154,10 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
     costs = {row.artifact.key: row.artifact.cost for row in rows if row.artifact is not None}  # points may share one
     seconds = sum(float(cost.get("seconds", 0.0)) for cost in costs.values())
     cards = [
-        Cell(text=str(len(rows)), detail="points" + (f", {failed} of them failed" if failed else "")),
+        Cell(
+            text=str(len(rows)),
+            detail=", ".join(["points", *ends]),
+        ),
         Cell(text=duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
         Cell(text=str(len(sweep.pipeline.stages)), detail="stages, those that points share counted once"),
     ]
@@ -166,6 +174,7 @@ def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metric
         scores = [_score_cell(row.scores.get(label)) for label in labels]
         numbers = [Cell(text=f"{row.metrics[m]:.4g}" if m in row.metrics else "") for m in metrics]
         state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else Cell(text="failed", tone="bad")
+        state = Cell(text="ended early", detail=row.early) if row.early else state
         body.append([Cell(text=str(row.point.number)), *options, *scores, *numbers, state])
     headers = ["point", *sweep.names, *labels, *(metric.replace("_", " ") for metric in metrics), "key"]
     first = 1 + len(sweep.names)

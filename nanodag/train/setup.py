@@ -28,6 +28,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.extension import extended
 from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
+from nanodag.model.fp8_linear import fp8_linear
 from nanodag.model.headers import weight_files
 from nanodag.model.lora import ADAPTER, add_lora, merged, save_adapter
 from nanodag.model.scorer import ScalarHead
@@ -74,6 +75,10 @@ class PreparedStage:
             leaf_modules=self.model.leaf_modules,
             offload=config.resources,
         )
+        if config.precision == "fp8":
+            if not isinstance(self.model, Decoder):
+                raise ConfigError("precision: fp8 is for models of nanodag's own decoder; set it to bf16.")
+            self.model.functions.linear = fp8_linear(engine.device)
         torch.manual_seed(int(config.seed) * 1000 + engine.rank)
         self.group = join(config.sequence_parallel, str(config.resources.device))
         self.group.check(self.model.architecture)

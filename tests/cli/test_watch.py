@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from nanodag.cli import parameters
-from nanodag.cli.live_table import LiveTable, make_console, stage_table
+from nanodag.cli.live_table import LiveTable, fitting, make_console, print_markdown, stage_table
 from nanodag.cli.plan import show_plan
 from nanodag.cli.run import _Attended
 from nanodag.cli.show import _print_run
@@ -107,6 +107,35 @@ def test_the_table_fits_its_terminal_and_cuts_no_word(store, width):
     assert "…" not in shown and "2,000/12,000 steps" in shown and "loss 0.002" in shown
     assert all(len(line) <= width for line in shown.splitlines())
     assert ("123,456 tok/s" in shown, KEY[:12] in shown) == (width > 70, width == 120)
+
+
+ROW = {"model": "a-model-of-a-long-name", "score": "33.8", "95 %": "29.2 to 38.5", "note": "worse than last night"}
+
+
+@pytest.mark.parametrize(("width", "is_table"), [(80, True), (40, False)])
+def test_a_row_wider_than_the_terminal_becomes_a_list_that_has_every_cell(width, is_table):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(fitting(console, [ROW]))
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    pairs = [re.split(" {2,}", line.strip()) for line in lines if line.strip()]
+    assert pairs == ([[*ROW], [*ROW.values()]] if is_table else [[*cell] for cell in ROW.items()])
+
+
+def test_columns_of_a_group_are_left_out_together():
+    console = Console(file=io.StringIO(), width=40)
+    rows = [{"benchmark": "sort", "a": "1.0", "a 95 %": "(0.5 to 1.5)", "b": "2.0", "b 95 %": "(1.5 to 2.5)"}]
+    console.print(fitting(console, rows, narrow=[["a 95 %", "b 95 %"]]))
+    assert console.file.getvalue().split() == ["benchmark", "a", "b", "sort", "1.0", "2.0"]
+
+
+def test_a_page_of_markdown_has_its_tables_cells_whole_in_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=36)
+    row = "| a\\|long\\_name\\_of\\_it | −1.0 (−2.0 to +0.5) |"
+    print_markdown(console, f"# Tonight\n\n| model | − last night |\n| --- | ---: |\n{row}\n")
+    shown = console.file.getvalue()
+    assert "Tonight" in shown and re.search(r"model +a\|long_name_of_it *\n", shown)
+    assert "− last night  −1.0 (−2.0 to +0.5)" in shown
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ ROWS = [
     ("gsm8k-rl", "8xH100", "base.model=file:/m rl.optimizer.micro_batch_tokens=auto",
      "rl.resources.num_ranks rl.optimizer.micro_batch_tokens", (8, 9216)),
     # ranks that share rows come in their number; SGLang where the machine is said to have it
-    ("gsm8k-rl", "8xH100", "rl.sequence_parallel=4", "rl.resources.num_ranks", (8,)),
+    ("gsm8k-rl", "8xH100", "rl.sequence_parallel=2", "rl.resources.num_ranks", (8,)),
     ("gsm8k-rl", LAPTOP, "rl.sequence_parallel=2", "rl.resources.num_ranks", (2,)),
     ("speedrun", "8xH100:64:avx512_bf16:768GiB", "", "rl.sampler.engine", ("embedded",)),
     ("speedrun", "8xH100:64:avx512_bf16:768GiB+sglang", "", "rl.sampler.engine", ("sglang",)),

@@ -4,6 +4,7 @@ What it does beside that is said by files in the folder FAKE_ORDERS, one a stage
     fail            raise                       fail-late       raise after step 2
     wait            count no further than 2 until told otherwise
     hold            as wait, deaf to SIGTERM    orphan          leave a child in a session of its own
+    measure LOSS    validate a step, and give the sweep a second to end it at step 2
     raise MODULE:CLASS MESSAGE                  once MODULE:CLASS MESSAGE       the same, the first time only
 """
 
@@ -63,6 +64,12 @@ def main() -> None:
         (folder / "step").write_text(str(step))
         checkpoints.commit(step)
         log.write(step, total=NUM_STEPS, loss=1.0 / step, resumed_from=first)
+        if order(job.name).startswith("measure"):
+            loss = float(order(job.name).split()[1])
+            log.write(step, total=NUM_STEPS, event="eval", validation_loss=loss)
+            until = time.monotonic() + (step == 2)
+            while time.monotonic() < until and not stop_requested():
+                time.sleep(0.01)
     log.close()
     job.output.mkdir(exist_ok=True)
     given = {label: sorted(p.name for p in folder.iterdir()) for label, folder in job.inputs.items()}

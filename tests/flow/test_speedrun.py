@@ -179,6 +179,28 @@ def test_points_share_what_comes_before_and_one_that_fails_does_not_stop_the_oth
     assert sweep("other-name", **asked, return_state=True).message == "2 points, 6 of 6 stages found in the store"
 
 
+def test_a_hopeless_point_of_a_sweep_is_ended_early_stays_so_and_goes_on_when_it_is_asked_for(project, tell, monkeypatch):
+    monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
+    for stage, loss in {"sft-1": 2.0, "sft-2": 1.0, "sft-3": 3.0}.items():
+        tell(stage, f"measure {loss}")
+    asked = {"grid": ("sft.seed=[1,2,3]",)}
+    state = sweep("s", **asked, halving=3, return_state=True)
+    assert state.message == "3 points, 0 of 6 stages found in the store, 1 point ended early"
+    kept = {stage: entry for stage, entry in states_of("s", project).items() if stage[-1] in "123"}
+    assert kept == dict.fromkeys(("sft-1", "sft-2", "eval_sft-1", "eval_sft-2"), "built") | {
+        "sft-3": "stopped",
+        "eval_sft-3": "not run",
+    }
+    again = sweep("s", **asked, halving=3, return_state=True)
+    assert again.message == "3 points, 6 of 6 stages found in the store, 1 point ended early"
+    store = Store(project / "store")
+    page = store.materialize(store.get("s:comparison")) / "sweep.md"
+    assert "its validation loss of 3 was not among the best 1/3 of the points that came so far" in page.read_text()
+    assert sweep("s", **asked, return_state=True).message == "3 points, 6 of 8 stages found in the store"
+    log = store.verified(store.get("s:sft-3"), "records") / "metrics.jsonl"
+    assert json.loads(log.read_text().splitlines()[-2])["resumed_from"] > 0
+
+
 def test_each_row_has_a_name_a_value_and_its_unit_scores_in_percent_and_what_is_kept_by_benchmark_one_each():
     cost = {"seconds": 250.0, "peak_bytes": 3 * 2**29, "tokens": 327_680, "mfu": 0.31, "start_s": 2.5, "device": "a|b"}
     assert metrics_table("cost", cost) == [

@@ -392,3 +392,17 @@ def test_every_preset_is_made_for_a_machine():
 def test_what_auto_gives_the_evaluation_of_an_imported_model_fits(model, machine):
     plan = stage_of(planned("gsm8k-rl", machine, f"base.model=hub:{model}"), "eval_base")
     assert not plan.faults and plan.at_once > 64
+
+
+@pytest.mark.parametrize(("machine", "peak"), [("8xH100", 8 * 989e12), ("8xA100", 0.0)])
+def test_products_of_layers_in_fp8_take_half_the_time_where_a_gpu_has_them_and_as_long_elsewhere(machine, peak):
+    how = ("pretrain.validation_tokens=0", "pretrain.core_every=0", "pretrain.activation_checkpointing=false")
+    bf16, fp8 = (
+        stage_of(planned("speedrun", machine, *how, f"pretrain.precision={precision}"), "pretrain")
+        for precision in ("bf16", "fp8")
+    )
+    shape = shape_of(24)
+    matrices = 24 * (4 * shape.width * shape.width + 3 * shape.width * shape.mlp_width)
+    saved = bf16.tokens * 3 * matrices / (0.4 * peak) if peak else 0.0
+    assert bf16.seconds - fp8.seconds == pytest.approx(saved)
+    assert (bf16.device_bytes, bf16.flops) == (fp8.device_bytes, fp8.flops)

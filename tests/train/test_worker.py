@@ -65,6 +65,19 @@ def test_a_killed_pretrain_run_with_a_damaged_checkpoint_ends_on_the_same_bytes(
     assert of_steps(workspace, "step") == list(range(1, 13))
 
 
+def test_a_stage_in_fp8_learns_as_in_bf16_with_other_products_and_killed_ends_on_the_same_bytes(folder):
+    losses = {}
+    for precision in ("bf16", "fp8"):
+        config = stages.pretrain(folder, precision=precision)
+        workspace, _ = finished(folder, precision, config, tokenizer=folder / "tokenizer")
+        losses[precision] = of_steps(workspace, "loss")
+    assert losses["fp8"] != losses["bf16"] and losses["fp8"] == pytest.approx(losses["bf16"], abs=0.05)
+    killed = stages.make_job(folder / "killed_fp8", config, {"tokenizer": folder / "tokenizer"})
+    forks.interrupt(killed, after_step=7, with_signal=signal.SIGKILL)
+    stages.finish(killed)
+    assert stages.content(killed / "output") == stages.content(workspace / "output")
+
+
 def test_sigterm_leaves_a_checkpoint_and_exit_code_75_and_a_restart_the_same_bytes(folder, pretrained):
     config = stages.pretrain(folder, checkpoint_every=1000)
     workspace = stages.make_job(folder / "stopped", config, {"tokenizer": folder / "tokenizer"})

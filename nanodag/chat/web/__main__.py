@@ -3,6 +3,7 @@
 `nanodag serve` and `nanodag chat --web` start it. The options are nanodag.api.command's.
 """
 
+import json
 import os
 import sys
 import threading
@@ -14,7 +15,8 @@ from nanodag.chat.web.routes import routes
 
 def main() -> int:
     args = parse_arguments()
-    return serve(args, lambda: routes(args.about, args.ratings), show if args.open else None)
+    about = json.loads(args.about.read_bytes() or b"{}")
+    return serve(args, lambda: routes(about, args.ratings), show if args.open else None)
 
 
 def show(url: str) -> None:

@@ -182,6 +182,7 @@ class RLStage(SampledStage, TrainedStage):
         placement = fill("placement", chosen, derived.why(f"placement_{chosen}"))
         is_lent = placement == "shared" and self.resources.device == "cuda"
         fill("lends_states", is_lent, derived.why("lends_states"))
+        derive.check_heads(derived.name, self.optimizer.sequence_parallel, model)
         stage = derive_sampler(derived.name, fill.filled, derived.machine, model, derived.origins)
         stage = stage._with_trainer(model, derived)
         try:
