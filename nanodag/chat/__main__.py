@@ -195,7 +195,8 @@ def chat(options: argparse.Namespace) -> int:
             raise SourceError(f"The tokenizer in {folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
             told = f"{ALONE if options.alone else ''} {NO_TOOLS if options.no_tools else ''}".strip()
-            console.print(f"[dim]Loading {folder} ... (/help for commands) {told}[/dim]")
+            told = "\n".join([told, *(f"Its pipeline asks: {example}" for example in options.example)]).strip()
+            console.print(f"Loading {folder} ... (/help for commands) {told}", style="dim", markup=False)
         engines = model.backend
         assert isinstance(engines, Fleet)
         try:
@@ -340,6 +341,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="the longest answer")
     parser.add_argument("--alone", action="store_true", help="each message without those before it")
     parser.add_argument("--no-tools", action="store_true", help="offer none at first")
+    parser.add_argument("--example", action="append", default=[], metavar="TEXT", help="a question to begin with")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     try:
         return chat(parser.parse_args())

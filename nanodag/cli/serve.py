@@ -68,6 +68,7 @@ def chat(
     model = found_model(run, stage, file)
     how = ["--alone"] if model.facts.get("has_turns") is False else []
     how += ["--no-tools"] if model.facts.get("has_calls") is False else []
+    how += [f"--example={prompt}" for prompt in model.facts.get("prompts", ())[:2]]
     _hand_over("nanodag.chat", str(model.folder), *how, *(["--message", message] if message else []))
 
 

@@ -288,17 +288,18 @@ def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:
 
 def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, zone: str) -> PageSection:
     """A model's panels, one a benchmark, and its scores night by night as a table."""
-    series: dict[tuple[str, str], list[tuple[int, NightScore]]] = {}
-    for place, night in enumerate(nights):
-        for score in night.night.scores:
-            if (score.label, score.stage) == (label, stage):
-                series.setdefault((score.eval, score.benchmark), []).append((place, score))
-    evals = {eval_name for eval_name, _ in series}
-    dates = dates_below(nights, zone)
-    panels = [
-        _panel(points, benchmark if len(evals) == 1 else f"{eval_name}: {benchmark}", dates)
-        for (eval_name, benchmark), points in series.items()
+    of_model = [
+        (place, score)
+        for place, night in enumerate(nights)
+        for score in night.night.scores
+        if (score.label, score.stage) == (label, stage)
     ]
+    is_one = len({score.eval for _, score in of_model}) == 1
+    series: dict[str, list[tuple[int, NightScore]]] = {}
+    for place, score in of_model:
+        series.setdefault(score.benchmark if is_one else f"{score.eval}: {score.benchmark}", []).append((place, score))
+    dates = dates_below(nights, zone)
+    panels = [_panel(points, name, dates) for name, points in series.items()]
     table = _nights_table(series, nights, zone)
     parts = [Part(panels=panels), Part(heading="Night by night", table=table, folded=True)]
     return PageSection(title=line_name(label, stage), parts=parts)
@@ -323,7 +324,7 @@ def _panel(points: Sequence[tuple[int, NightScore]], benchmark: str, dates: Sequ
 
 
 def _nights_table(
-    series: Mapping[tuple[str, str], Sequence[tuple[int, NightScore]]], nights: Sequence[RunRecord], zone: str
+    series: Mapping[str, Sequence[tuple[int, NightScore]]], nights: Sequence[RunRecord], zone: str
 ) -> Table:
     """Newest first: night, run, a column a benchmark."""
     scores = {(key, place): score for key, points in series.items() for place, score in points}
@@ -332,7 +333,7 @@ def _nights_table(
         mine = [scores.get((key, place)) for key in series]
         run = next(score.run for score in mine if score is not None) or "pinned"
         rows.append([*cells(_when(nights[place], zone), run), *map(score_cell, mine)])
-    headers = ["night", "run", *(benchmark for _, benchmark in series)]
+    headers = ["night", "run", *series]
     return Table(headers=headers, rows=rows, numeric=tuple(range(2, len(headers))))
 
 

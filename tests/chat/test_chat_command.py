@@ -36,7 +36,8 @@ def test_a_folder_is_talked_to_in_the_terminal(started, chat_model):
 
 
 def test_what_the_model_was_trained_on_decides_how_the_terminal_asks_it(started, chat_model, monkeypatch):
-    for facts, how in (({}, []), ({"has_turns": False, "has_calls": False}, ["--alone", "--no-tools"])):
+    alone = {"has_turns": False, "has_calls": False, "prompts": ["Sort: 2 1", "b", "c"]}
+    for facts, how in (({}, []), (alone, ["--alone", "--no-tools", "--example=Sort: 2 1", "--example=b"])):
         model = FoundModel("sft", chat_model, facts)
         monkeypatch.setattr(sys.modules["nanodag.cli.serve"], "found_model", lambda *_, model=model: model)
         assert started("RUN", "sft") == ["-m", "nanodag.chat", str(chat_model), *how]
