@@ -191,6 +191,8 @@ def weights_way(stage: "RLStage", sampler_gpus: int) -> tuple[str, str]:
         return "disk", "on a CPU a folder is in memory, or on what all machines share"
     if not stage.has_trainer:
         return "disk", "nothing is trained"
+    if stage.weights.lora_sync == "adapter" and stage.sampler.engine != "embedded":
+        return "disk", "it takes adapters as a folder"
     if stage.sampler.engine == "vllm":
         return "disk", "vLLM has another torch on GPUs than the trainer"
     if stage.sampler.has_others:

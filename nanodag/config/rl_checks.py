@@ -194,9 +194,11 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "separate_cpu": lambda s: s.placement == "separate" and s.resources.device == "cpu" and not s.sampler.nodes,
     "deterministic_gpu": lambda s: s.sampler.deterministic is True and s.resources.device == "cuda",
     # how weights reach them
-    "lora_sync": lambda s: s.weights.lora_sync == "adapter" and (s.sampler.engine == "sglang" or s.sampler.has_others),
-    "lora_sync_vllm": lambda s: s.weights.lora_sync == "adapter" and s.sampler.engine == "vllm"
-        and (s.weights.sync not in ("auto", "disk") or s.weights.sync_mode != "finish"),
+    "lora_sync": lambda s: s.weights.lora_sync == "adapter" and s.sampler.has_others,
+    "lora_sync_guest": lambda s: s.weights.lora_sync == "adapter" and s.guest is not None
+        and (s.weights.sync not in ("auto", "disk") or s.weights.sync_mode != "finish" or s.placement == "shared"),
+    "lora_sync_cpu": lambda s: s.weights.lora_sync == "adapter" and s.sampler.engine == "sglang"
+        and s.resources.device == "cpu",
     "nccl_cpu": lambda s: s.weights.sync_backend == "nccl" and s.resources.device == "cpu",
     "nccl_placement": lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared")
         and not s.sampler.has_others,

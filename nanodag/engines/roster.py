@@ -99,6 +99,7 @@ class Roster:
         """Note that a server, which has these weights, is this engine's."""
         replica.server, replica.client = server, client
         replica.folder, replica.version = weights.folder, weights.version
+        client.begins_with(weights.folder, weights.version)
         replica.released = set()
         replica.is_here = True
         replica.was_tried.set()

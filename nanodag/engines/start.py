@@ -27,12 +27,14 @@ from nanodag.host.processor import SHAPE_CACHES
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.threads import in_thread
 from nanodag.inference.cache_size import token_bytes
+from nanodag.inference.client import name_of_adapters
 from nanodag.inference.engine_install import find_python
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPE_BYTES
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.model.architecture import read_checkpoint
+from nanodag.model.headers import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from nanodag.engines.sampler_node import SamplerNode
@@ -179,8 +181,14 @@ def _sglang(settings: EngineSettings) -> list[str]:
     context = None if settings.context_length is None else settings.context_length + CONTEXT_RESERVE
     most = context * settings.max_batch if context and settings.max_batch else None
     cache_tokens = min(filter(None, (settings.cache_tokens, most)), default=None)
+    adapters: dict[str, Option] = {}
+    if settings.base is not None:  # of its places one is the base's
+        adapters = {"enable-lora": True, "max-lora-rank": settings.lora_rank, "max-loras-per-batch": 2}
+        adapters |= {"lora-target-modules": "all"}
+        if (settings.model / ADAPTER_CONFIG).is_file():
+            adapters["lora-paths"] = f"{name_of_adapters(settings.weight_version)}={settings.model}"
     options: dict[str, Option | None] = {
-        "model-path": str(settings.model),
+        "model-path": str(settings.base or settings.model),
         "host": settings.host,
         "port": settings.port,
         "dtype": settings.dtype,
@@ -193,6 +201,7 @@ def _sglang(settings: EngineSettings) -> list[str]:
         "weight-version": settings.weight_version,
         "skip-tokenizer-init": True,
         "log-level-http": "warning",
+        **adapters,
         **(CPU_OPTIONS if settings.device == "cpu" else {}),
         **{name.replace("_", "-"): value for name, value in settings.options.items()},
     }

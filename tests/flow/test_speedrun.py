@@ -179,7 +179,7 @@ def test_points_share_what_comes_before_and_one_that_fails_does_not_stop_the_oth
     assert sweep("other-name", **asked, return_state=True).message == "2 points, 6 of 6 stages found in the store"
 
 
-def test_a_hopeless_point_of_a_sweep_is_ended_early_stays_so_and_goes_on_when_it_is_asked_for(project, tell, monkeypatch):
+def test_a_hopeless_point_of_a_sweep_is_ended_early_stays_so_and_goes_on_when_asked_for(project, tell, monkeypatch):
     monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
     for stage, loss in {"sft-1": 2.0, "sft-2": 1.0, "sft-3": 3.0}.items():
         tell(stage, f"measure {loss}")

@@ -257,12 +257,19 @@ def test_a_stage_that_sends_adapters_ends_on_the_bytes_of_one_that_sends_merged_
         assert 0 < line["sync_bytes"] < of_whole["sync_bytes"] / 5
 
 
+SGLANG = {"lora_rank": 2, "sampler": {"engine": "sglang", "deterministic": False}}
+LOOSE = {"sync_mode": "in_place", "max_staleness": 1}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({}, "lora_sync adapter means nothing with lora_rank 0; leave it out"),
         ({"lora_rank": 2, "only": "rollouts"}, "lora_sync adapter means nothing with only: rollouts; leave it out"),
-        ({"lora_rank": 2, "sampler": {"engine": "sglang"}}, "lora_sync adapter needs samplers of .* use merged"),
+        (SGLANG | {"resources": {"device": "cpu"}}, "lora_sync adapter with sampler.engine sglang on a CPU"),
+        (SGLANG | {"sync": "ipc"}, "sampler.engine sglang, which takes adapters as a folder"),
+        (SGLANG | LOOSE, "sampler.engine sglang, which takes adapters as a folder"),
+        (SGLANG | {"placement": "shared"}, "sampler.engine sglang, which takes adapters as a folder"),
         ({"lora_rank": 2, "sampler": {"urls": ["http://127.0.0.1:1"]}}, "lora_sync adapter needs samplers of"),
     ],
 )

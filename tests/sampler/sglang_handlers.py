@@ -18,6 +18,9 @@ FORMS = {
     "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/load_lora_adapter": "LoadLoRAAdapterReqInput",
+    "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
+    "/update_weight_version": "UpdateWeightVersionReqInput",
 }
 
 

@@ -40,8 +40,8 @@ class Noted(SamplerClient):
         return b"{}"
 
 
-async def sent_by(call):
-    client = Noted("http://127.0.0.1:1")
+async def sent_by(call, **options):
+    client = Noted("http://127.0.0.1:1", **options)
     client.sent = []
     await call(client)
     return client.sent
@@ -68,13 +68,18 @@ def ask():
         process.wait(60)
 
 
-async def test_every_call_has_a_form_of_sglangs(ask):
+async def test_every_call_has_a_form_of_sglangs(ask, tmp_path):
     async def call(client):
         await client.begin_weight_update()
         await client.end_weight_update()
         await client.update_weights_from_disk("/folder", 3, flush_cache=False)
+        for version in (4, 5):  # and adapters in its place, the second ones in the place of the first
+            await client.update_weights_from_disk(str(tmp_path), version)
 
-    for path, body in await sent_by(call):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    sent = await sent_by(call, names_adapters=True)
+    assert len(sent) == 8 and sent[-1] == ["/unload_lora_adapter", {"lora_name": "policy-4"}]
+    for path, body in sent:
         assert ask(path, body) is True, path
 
 

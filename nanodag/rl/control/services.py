@@ -336,6 +336,7 @@ class Services:
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
+            names_adapters=self._gives_adapters and self._config.sampler.engine == "sglang",
             num_ranks=self._config.sampler.tensor_parallel if token is None else 1,
         )
 
