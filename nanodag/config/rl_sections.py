@@ -243,7 +243,7 @@ class WeightsSection(StageSection):
     else, and on CPUs, `disk`."""
     lora_sync: Literal["merged", "adapter"] = parts.later("merged")
     """What the samplers get of a policy with LoRA: `merged` weights, or the `adapter` alone. Embedded samplers merge it
-    onto the model that they were started with; vLLM and SGLang, on GPUs, add it to their products."""
+    onto the model that they were started with; vLLM, and SGLang on GPUs, add it to their products."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
