@@ -18,6 +18,7 @@ from nanodag.inference.number_formats import width_of
 from nanodag.registry import optimizer_named
 
 FLOAT = 4
+FOUR_BITS = 0.5 + 4 / 64  # of a weight with its share of a block's scale, at most
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, from ZeRO 1 in float32 and ZeRO 2 in bfloat16 on
 LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
 HEAD_BLOCK_BYTES = 256 << 20  # of logits that the head holds at once
@@ -63,9 +64,10 @@ def train_state(
     offload_optimizer: bool = False,
     offload_param: bool = False,
     trained: int | None = None,
+    in_four_bits: bool = False,
 ) -> TrainState:
     """A rank's share of a model under training. parameters: as of `num_parameters`. trained: how many get gradients
-    (LoRA's adapters); all unless given.
+    (LoRA's adapters); all unless given. in_four_bits: what the matrices below them are held in.
 
     Master weights and the optimizer's states are float32. What DeepSpeed holds beside them differs by stage and
     precision:
@@ -84,7 +86,7 @@ def train_state(
     traits = optimizer_named(optimizer)
     master = FLOAT * learned if bf16 or zero_stage else 0
     states = -(-(master + FLOAT * num_states(parameters, optimizer, learned)) // shard)
-    weights = wide * (total + extra)
+    weights = wide * (total + extra) - int((wide - FOUR_BITS) * parameters["matrices"] if in_four_bits else 0)
     bucket = min(learned, BUCKET_ELEMENTS)
     reserved = BUCKET_ELEMENTS if device == "cuda" else bucket  # a CPU's memory is taken when it is written
     if zero_stage == 0:

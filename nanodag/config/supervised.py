@@ -119,6 +119,9 @@ class OptimizerConfig(StageSection):
     """LoRA's scale, divided by the rank."""
     lora_save: Literal["merged", "adapter"] = later("merged")
     """What the stage leaves: the merged model, or the adapters alone, which are merged where the model is asked for."""
+    lora_base: Literal["whole", "nf4"] = later("whole")
+    """Number format of the matrices below the adapters: the stage's, or 4 bits, NormalFloat (QLoRA), for less memory.
+    With nf4 the product is the 4-bit model with its adapters, merged."""
 
     @property
     def traits(self) -> registry.OptimizerEntry:
@@ -241,9 +244,15 @@ class SupervisedStage(TrainedStage):
                 f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "
                 "0.05, and validation_tokens above 0, or leave patience out"
             )
-        for name in () if self.lora_rank else ("lora_alpha", "lora_save"):
+        for name in () if self.lora_rank else ("lora_alpha", "lora_save", "lora_base"):
             if getattr(self.optimizer, name) != OptimizerConfig.model_fields[name].default:
                 raise ValueError(f"optimizer.{name} means nothing without optimizer.lora_rank; leave it out")
+        if self.optimizer.lora_base == "nf4" and (self.zero_stage == 3 or self.optimizer.lora_save == "adapter"):
+            raise ValueError(
+                f"optimizer.lora_base nf4 with zero_stage {self.zero_stage} and lora_save {self.optimizer.lora_save}: "
+                "ZeRO 3 shares out whole weights alone, and adapters alone would be merged onto the whole base; set "
+                "zero_stage to 2 or less, and lora_save to merged"
+            )
         if self.sequence_length % self.sequence_parallel:
             raise ValueError(
                 f"sequence_parallel {self.sequence_parallel} does not divide sequence_length {self.sequence_length}"

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.architecture import read_json, write_json
+from nanodag.model.four_bits import quantized, restored
 from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config
 
 ADAPTER = "adapter"  # folder of adapters in a model's; not beside its files, where transformers would add them again
@@ -42,22 +43,38 @@ class LowRank(nn.Module):
         return merge(weight, self.down, self.up, self.scale)
 
 
+class QuantizedBase(LowRank):
+    """The same over a weight that is held in 4 bits, and is whole while it is used."""
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales, which take the weight's place."""
+        return quantized(weight)
+
+    def forward(self, codes: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        return merge(
+            restored(codes, scales, (len(self.up), self.down.shape[1]), self.down.dtype), self.down, self.up, self.scale
+        )
+
+
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """The weight that is used."""
     return weight + scale * (up @ down)
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int) -> None:
-    """Freeze a model's parameters and put adapters on its layers' matrices. seed: of `down`."""
+def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int, in_four_bits: bool = False) -> None:
+    """Freeze a model's parameters and put adapters on its layers' matrices. seed: of `down`. in_four_bits: what these
+    matrices are held in from now on (QLoRA)."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     linears = list(_linears(model))
     if not linears:
         raise ConfigError("lora_rank adapts nn.Linear in a model's layers, and this one has none; set it to 0.")
     for linear in linears:
-        adapter = LowRank(linear.weight, rank=rank, scale=alpha / rank, generator=generator)
-        # Weights that were not read yet cannot be tried out.
-        parametrize.register_parametrization(linear, "weight", adapter, unsafe=linear.weight.is_meta)
+        kind = QuantizedBase if in_four_bits else LowRank
+        adapter = kind(linear.weight, rank=rank, scale=alpha / rank, generator=generator)
+        # Weights that were not read yet cannot be tried out, and codes have another shape.
+        is_unsafe = linear.weight.is_meta or in_four_bits
+        parametrize.register_parametrization(linear, "weight", adapter, unsafe=is_unsafe)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             # The first layer's input must have a gradient: ZeRO-3 takes the layer for done when that is there.
@@ -87,8 +104,11 @@ def merged(weights: Iterable[tuple[str, Tensor]], *, scale: float) -> Iterator[t
             yield name, tensor
             continue
         held[part.removeprefix("0.")] = tensor.clone()
-        if len(held) == 3:
-            yield f"{layer}.weight", merge(held["original"], held["down"], held["up"], scale)
+        if len(held) == (4 if "original0" in held else 3):
+            down, up = held["down"], held["up"]
+            if "original0" in held:
+                held["original"] = restored(held["original0"], held["original1"], (len(up), down.shape[1]), down.dtype)
+            yield f"{layer}.weight", merge(held["original"], down, up, scale)
             held = {}
     assert not held
 

@@ -81,6 +81,7 @@ def refusal(file, *overrides, preset="one"):
     ("rl={sequence_parallel: 7, num_ranks: 1}", "rl: optimizer.sequence_parallel 7 ranks share each row, and"),
     ("rl.sequence_parallel=7", "rl: sequence_parallel has 7 ranks share each row, and this machine"),
     ("base={sequence_parallel: 2, num_ranks: 2, num_heads: 3, num_kv_heads: 3}", "base.sequence_parallel: 2 does not"),
+    ("base.optimizer.lora_base=nf4", "base: optimizer.lora_base means nothing without optimizer.lora_rank"),
     ("rl={sequence_parallel: 3, num_ranks: 3}", "rl.sequence_parallel: 3 does not divide the model's"),
     ("base={sequence_parallel: 3, sequence_length: 128}", "base: sequence_parallel 3 does not divide sequence_length"),
     ("rl.tensor_parallel=8", "rl.tensor_parallel: there is no such key. Did you mean 'sampler.tensor_parallel'?"),

@@ -1,8 +1,11 @@
 """Products in float8 against casts and products by hand."""
 
+import pytest
 import torch
 
 from nanodag.model.fp8_linear import fp8_linear
+
+pytestmark = pytest.mark.slow  # which has torchao
 
 
 def cast(tensor, dtype):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanodag.config import result_config
+from nanodag.config.pipeline import read_stage
 from nanodag.model.adapter_folder import merge_onto
 from nanodag.model.architecture import MODEL_CODE
 from nanodag.worker.job import read_job
@@ -94,3 +95,29 @@ def test_a_stage_that_leaves_adapters_alone_is_killed_and_ends_on_the_same_bytes
     assert [-signal.SIGKILL] in codes
     stages.finish(killed)
     assert all_files(killed / "output") == all_files(whole / "output")
+
+
+def test_a_stage_over_a_base_in_four_bits_learns_on_one_and_two_ranks_and_killed_ends_on_the_same_bytes(folder):
+    def four_bits(name, **changes):
+        config = stages.sft(folder, patience=0, sample_prompts=[], max_steps=8, checkpoint_every=2, precision="fp32")
+        config |= {"optimizer": {**LORA, "lora_base": "nf4"}, **changes}
+        return stages.make_job(folder / f"four-{name}", config, {"model": folder / "model"})
+
+    two_ranks = {"zero_stage": 2, "resources": {**stages.RESOURCES, "num_ranks": 2}}
+    whole, killed, two = four_bits("whole"), four_bits("killed"), four_bits("two", **two_ranks)
+    stages.finish(whole)
+    forks.interrupt(killed, after_step=5, with_signal=signal.SIGKILL)
+    stages.finish(killed)
+    assert stages.content(killed / "output") == stages.content(whole / "output")
+    losses = [line["loss"] for line in stages.metrics(whole) if line["event"] == "step"]
+    assert losses[-1] < losses[0]
+    stages.finish(two, num_ranks=2)
+    of_two = [line["loss"] for line in stages.metrics(two) if line["event"] == "step"]
+    assert of_two[-1] < of_two[0]
+
+
+@pytest.mark.parametrize("changes", [{"zero_stage": 3}, {"optimizer": {"lora_save": "adapter"}}])
+def test_a_base_in_four_bits_is_refused_where_it_would_be_shared_out_or_replaced_by_the_whole_one(folder, changes):
+    config = stages.sft(folder, **changes) | {"optimizer": {**LORA, "lora_base": "nf4", **changes.get("optimizer", {})}}
+    with pytest.raises(ValueError, match="lora_base nf4 with zero_stage"):
+        read_stage(config)

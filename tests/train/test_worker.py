@@ -65,6 +65,7 @@ def test_a_killed_pretrain_run_with_a_damaged_checkpoint_ends_on_the_same_bytes(
     assert of_steps(workspace, "step") == list(range(1, 13))
 
 
+@pytest.mark.slow  # which has torchao
 def test_a_stage_in_fp8_learns_as_in_bf16_with_other_products_and_killed_ends_on_the_same_bytes(folder):
     losses = {}
     for precision in ("bf16", "fp8"):
