@@ -237,7 +237,7 @@ def state_of(stage: TrainedStage, model: ModelSize, *, num_ranks: int, is_critic
         offload_optimizer=stage.resources.offload_optimizer == "cpu",
         offload_param=stage.resources.offload_param == "cpu",
         trained=footprint.lora_parameters(model.shape, rank) if rank else None,
-        in_four_bits=bool(rank) and getattr(stage.optimizer, "lora_base", "whole") == "nf4",
+        in_four_bits=bool(rank) and stage.lora_base == "nf4",
     )
 
 

@@ -114,7 +114,8 @@ class StageBase(Section):
     # learned_sources: the data that its model is trained on. is_from_scratch: its model begins at random weights.
     # known_model: the one that its weights are copied from, `hub:owner/name` or `file:FOLDER`; empty for none.
     # known_code: whose code computes that model; empty for what its folder says. lora_rank: of the adapters that are
-    # trained in the place of all weights; 0 without. guest: the section of samplers with an environment of their own.
+    # trained in the place of all weights; 0 without. lora_base: what matrices below them are held in, `whole` or `nf4`.
+    # guest: the section of samplers with an environment of their own.
     # shares_torch: the setting for which trainer and samplers must have one torch and one NCCL, as `weights.sync=ipc`.
     # extends_to: positions that its model is declared for from here on; 0 keeps them.
     # measures_held_out: rows that its data hold out are read. is_served: somebody else's server computes its model: it
@@ -128,6 +129,7 @@ class StageBase(Section):
     known_model: ClassVar[str] = ""
     known_code: ClassVar[Literal["", "transformers"]] = ""
     lora_rank: ClassVar[int] = 0
+    lora_base: ClassVar[str] = "whole"
     extends_to: ClassVar[int] = 0
     guest: ClassVar["SamplerConfig | EvalSamplerConfig | None"] = None
     shares_torch: ClassVar[str] = ""

@@ -247,7 +247,7 @@ class SupervisedStage(TrainedStage):
         for name in () if self.lora_rank else ("lora_alpha", "lora_save", "lora_base"):
             if getattr(self.optimizer, name) != OptimizerConfig.model_fields[name].default:
                 raise ValueError(f"optimizer.{name} means nothing without optimizer.lora_rank; leave it out")
-        if self.optimizer.lora_base == "nf4" and (self.zero_stage == 3 or self.optimizer.lora_save == "adapter"):
+        if self.lora_base == "nf4" and (self.zero_stage == 3 or self.optimizer.lora_save == "adapter"):
             raise ValueError(
                 f"optimizer.lora_base nf4 with zero_stage {self.zero_stage} and lora_save {self.optimizer.lora_save}: "
                 "ZeRO 3 shares out whole weights alone, and adapters alone would be merged onto the whole base; set "
@@ -272,6 +272,7 @@ class SupervisedStage(TrainedStage):
     learned_sources = from_setting("data")
     optimizer_name = from_setting("optimizer.name")
     lora_rank = from_setting("optimizer.lora_rank")
+    lora_base = from_setting("optimizer.lora_base")
 
     @property
     def measures_held_out(self) -> bool:  # type: ignore[override]

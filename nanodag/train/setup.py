@@ -168,9 +168,8 @@ def _model(job: Job, tokenizer_path: Path) -> CausalModel:
         scores = config.packing.get("scores_ends", False)
         model = load(job.inputs["model"], is_deferred=config.zero_stage == 3, scores=scores, **options)
         if rank := config.optimizer.lora_rank:
-            in_four_bits = config.optimizer.lora_base == "nf4"
             alpha, seed = config.optimizer.lora_alpha, int(config.seed)
-            add_lora(model, rank=rank, alpha=alpha, seed=seed, in_four_bits=in_four_bits)
+            add_lora(model, rank=rank, alpha=alpha, seed=seed, in_four_bits=config.lora_base == "nf4")
         if isinstance(model, ScalarHead):  # at 0 it would pass no gradient to adapters
             model.score.requires_grad_(True)
             model.step_separator = config.packing.get("step_separator", "")
