@@ -6,6 +6,7 @@ tokenizer ─> pretrain ─> sft-1 ─> eval_sft-1 ┐
 
 from typing import Any
 
+from prefect.futures import wait
 from prefect.states import Completed, Failed, State
 
 from nanodag.errors.words import counted
@@ -48,12 +49,14 @@ def sweep(
     with ending(run):
         results = find_built(run)
         num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]
-        run.at_once, futures, ended = at_once, {}, Halving(made, run, results, keep=halving) if halving else None
-        if ended is not None:
-            run.to_do, run.on_metrics = ended.left(run), ended
+        run.at_once, futures = at_once, {}
+        judge = Halving(made, run, results, keep=halving) if halving else None
+        if judge is not None:
+            run.to_do, run.on_metrics = judge.left(run), judge
         start_all(run, futures, at_once=at_once)
-        if ended is not None:
-            run.to_do = ended.left(run)
+        if judge is not None:
+            wait(list(futures.values()))
+            run.to_do = judge.left(run)
         stages = outcome(run.to_do, {stage: futures[stage] for stage in run.to_do if stage in futures})
         results |= {s: future.result() for s, future in futures.items() if future.state.is_completed()}
         compared = comparison(made, run, results, return_state=True)
@@ -61,5 +64,6 @@ def sweep(
     if failed:
         return Failed(message="\n".join(state.message or "" for state in failed))
     num_points, num_stages = counted(len(made.points), "point"), counted(len(results), "stage")
-    early = f", {counted(len(ended.ended), 'point')} ended early" if ended is not None else ""
+    num_early = sum(judge is not None and point.stages[made.stage] in judge.ended for point in made.points)
+    early = f", {counted(num_early, 'point')} ended early" if num_early else ""
     return Completed(message=f"{num_points}, {num_found} of {num_stages} found in the store{early}")

@@ -8,7 +8,6 @@ from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markdown import Markdown
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -90,7 +89,8 @@ def _line(stage: StageProgress) -> str:
 def stage_table(stages: Sequence[StageProgress], console: Console) -> Table:
     """Stages with state, a bar, progress, loss, reward or score, speed, time left, time taken and key."""
     narrow = (["key"], [""], ["speed"], ["left"], ["reached"])
-    return fitting(console, list(map(_cells, stages)), numbers=("progress", "speed", "left", "took"), narrow=narrow)
+    numbers = ("progress", "speed", "left", "took")
+    return fitting(console, list(map(_cells, stages)), numbers=numbers, narrow=narrow, may_list=False)
 
 
 def fitting(
@@ -99,22 +99,26 @@ def fitting(
     *,
     numbers: Collection[str] = (),
     narrow: Sequence[Collection[str]] = (),
+    may_list: bool = True,
 ) -> Table:
     """A table no wider than the terminal. rows: a cell by its column's title, the first column first. numbers: columns
     that are aligned to the right. narrow: groups of columns that are left out, in this order, until no line has to be
-    broken. Where that is not enough each row is a list, a line a cell."""
+    broken. may_list: where that is not enough each row is a list of all its cells, a line or more each."""
     options, widths = console.options.update(max_width=1000), dict[str, int]()
     for title in rows[0] if rows else ():
         cells = [title, *(row[title] for row in rows)]
         widths[title] = 2 + max(Measurement.get(console, options, cell).maximum for cell in cells)  # and the gap
+    every = list(widths)
     for titles in narrow:
         if sum(widths.values()) - 2 <= console.width:
             break
         widths = {title: width for title, width in widths.items() if title not in titles}
-    if sum(widths.values()) - 2 > console.width:
+    if may_list and sum(widths.values()) - 2 > console.width:
         table = Table.grid(padding=(0, 2))
+        for _ in range(2):
+            table.add_column(overflow="fold")
         for row in rows:
-            for title in widths:
+            for title in every:
                 table.add_row(Text(title, "dim"), row[title])
             table.add_row()
         return table
@@ -128,14 +132,17 @@ def fitting(
 
 def print_markdown(console: Console, text: str) -> None:
     """Print a page of nanodag.report.page.to_markdown, its tables no wider than the terminal."""
+    from rich.markdown import Markdown  # with a parser, which other commands do without
+
     for is_table, lines in groupby(text.splitlines(), lambda line: line.startswith("|")):
         if not is_table:
             console.print(Markdown("\n".join(lines)))
             continue
         cut = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
-        headers, _, *rows = ([re.sub(r"\\(.)", r"\1", cell.strip()) for cell in cells] for cells in cut)
+        headers, rules, *rows = ([re.sub(r"\\(.)", r"\1", cell.strip()) for cell in cells] for cells in cut)
+        numbers = [title for title, rule in zip(headers, rules, strict=True) if rule.endswith(":")]
         shown = [dict(zip(headers, map(Text, row), strict=True)) for row in rows]
-        console.print(fitting(console, shown, numbers=headers[2:]))
+        console.print(fitting(console, shown, numbers=numbers))
 
 
 def _cells(stage: StageProgress) -> dict[str, RenderableType]:

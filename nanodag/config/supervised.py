@@ -14,7 +14,7 @@ from nanodag.config.dial import Shape, schedule_of, shape_of
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, check_names
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
-from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, later, operational
+from nanodag.config.section import WHOLE, Auto, Filler, Natural, Share, StageSection, later, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
@@ -167,7 +167,7 @@ class SupervisedStage(TrainedStage):
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""
-    precision: Precision | Literal["fp8"] | Auto = "auto"
+    precision: Literal["fp32", "bf16", "fp8"] | Auto = "auto"
     """Number format of weights and products. `auto`: bf16 where the device multiplies it faster (GPUs from compute
     capability 8, processors with AVX512-BF16 or AMX), else fp32. fp8: bf16, but for the products of layers, by torchao;
     GPUs from compute capability 8.9 gain by it, others emulate it."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nanodag.engines.sampler_node import SamplerNode
 
 POLL_S = 0.02
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # that our decoder adapts
 EVERYWHERE, SOMEWHERE = "0.0.0.0", "192.0.2.1"  # an address that no machine has (RFC 5737): the way to it leads out
 SHIM, VLLM = (Path(__file__).with_name(f"{name}.py") for name in ("sglang_shim", "vllm_server"))
 # Its threads on a CPU are those that it is given, and what it starts runs the top of its server's file.
@@ -184,7 +185,6 @@ def _sglang(settings: EngineSettings) -> list[str]:
     adapters: dict[str, Option] = {}
     if settings.base is not None:  # of its places one is the base's
         adapters = {"enable-lora": True, "max-lora-rank": settings.lora_rank, "max-loras-per-batch": 2}
-        adapters |= {"lora-target-modules": "all"}
         if (settings.model / ADAPTER_CONFIG).is_file():
             adapters["lora-paths"] = f"{name_of_adapters(settings.weight_version)}={settings.model}"
     options: dict[str, Option | None] = {
@@ -205,7 +205,8 @@ def _sglang(settings: EngineSettings) -> list[str]:
         **(CPU_OPTIONS if settings.device == "cpu" else {}),
         **{name.replace("_", "-"): value for name, value in settings.options.items()},
     }
-    return [str(SHIM), *arguments({n: v for n, v in options.items() if v is not None})]
+    modules = ["--lora-target-modules", *LORA_MODULES] if adapters else []
+    return [str(SHIM), *arguments({n: v for n, v in options.items() if v is not None}), *modules]
 
 
 def _guest_environment(settings: EngineSettings) -> dict[str, str]:

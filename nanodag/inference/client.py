@@ -85,7 +85,8 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self.is_closed = False
-        self._is_embedded, self._names_adapters, self._adapter = is_embedded, names_adapters, ""
+        self._is_embedded, self._names_adapters = is_embedded, names_adapters
+        self._adapters: list[str] = []  # those loaded; requests bear the last one's name
         self.num_ranks = num_ranks
         self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()  # whose bodies may still come
 
@@ -115,7 +116,7 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
             return []
         for request in requests:
             self.check(request)
-        content = await self._call("POST", "/generate", _body_of(requests, self._adapter))
+        content = await self._call("POST", "/generate", _body_of(requests, self._adapters))
         with self._understood("/generate"):
             answers = _parsed(content)
             completions = [
@@ -141,7 +142,9 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self.check(request)
         body = (
-            _body_of([request], self._adapter) | {"stream": True} | ({"incremental": True} if self._is_embedded else {})
+            _body_of([request], self._adapters)
+            | {"stream": True}
+            | ({"incremental": True} if self._is_embedded else {})
         )
         so_far: Completion | None = None
         with self._reached("/generate"):
@@ -178,17 +181,17 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
     def begins_with(self, folder: Path, version: str | int) -> None:
         """Note the weights that its server was started with."""
         if self._names_adapters and (folder / ADAPTER_CONFIG).is_file():
-            self._adapter = name_of_adapters(version)
+            self._adapters = [name_of_adapters(version)]
 
     async def _take_adapters(self, path: str, version: str | int) -> None:
-        before, name = self._adapter, name_of_adapters(version)
-        if name != before:
-            await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path})
-            self._adapter = name
+        name = f"{name_of_adapters(version)}-{uuid.uuid4().hex[:8]}"  # a name is loaded once
+        await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        self._adapters.append(name)
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._call("POST", "/update_weight_version", body)
-        if before not in ("", name):
-            await self._call("POST", "/unload_lora_adapter", {"lora_name": before})
+        while len(self._adapters) > 1:
+            await self._call("POST", "/unload_lora_adapter", {"lora_name": self._adapters[0]})
+            del self._adapters[0]
 
     async def join_weight_group(
         self, *, name: str, port: int, rank: int, size: int, address: str = "127.0.0.1", backend: str = "gloo"
@@ -399,8 +402,8 @@ def name_of_adapters(version: str | int) -> str:
     return f"policy-{version}"
 
 
-def _body_of(requests: Sequence[Request], adapter: str) -> dict[str, Any]:
-    """One prompt stands by itself, several as lists. adapter: name for requests that have none; "" for none."""
+def _body_of(requests: Sequence[Request], adapters: Sequence[str]) -> dict[str, Any]:
+    """One prompt stands by itself, several as lists. adapters: names, of which requests that have none get the last."""
     return_logprobs = [request.return_logprob for request in requests]
     body: dict[str, Any] = {
         "input_ids": [list(request.input_ids) for request in requests],
@@ -413,7 +416,7 @@ def _body_of(requests: Sequence[Request], adapter: str) -> dict[str, Any]:
         body["top_logprobs_num"] = [request.top_logprobs for request in requests]
     if any(request.rid is not None for request in requests):
         body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-    lora_path = requests[0].lora_path or adapter
+    lora_path = requests[0].lora_path or next(reversed(adapters), "")
     routes: dict[str, Any] = {"lora_path": lora_path} if lora_path else {}
     if any(request.return_routed_experts for request in requests):
         routes["return_routed_experts"] = True

@@ -90,8 +90,14 @@ class Checks:
             hostfile = os.path.expandvars(self._pipeline.cluster.hostfile)
             if "$" not in hostfile:  # else it is known where the stage runs, and not here
                 self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
-        if getattr(stage, "precision", "") == "fp8" and not self._only_names and file_of("torchao") is None:
-            self._noted.append((f"{name}.precision", "torchao is not installed; run: pip install 'nanodag[fp8]'"))
+        if getattr(stage, "precision", "") == "fp8":
+            began = stage
+            while "model" in began.inputs:
+                began = self._pipeline.stages[began.inputs["model"]]
+            if began.known_code:
+                self._noted.append((f"{name}.precision", f"fp8 is of our decoder, not of {began.known_code}; say bf16"))
+            if not self._only_names and file_of("torchao") is None:
+                self._noted.append((f"{name}.precision", "torchao is not installed; run: pip install 'nanodag[fp8]'"))
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))

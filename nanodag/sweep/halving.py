@@ -11,25 +11,41 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from nanodag.config import AnyStage
 from nanodag.errors import ConfigError, MissingTool, StageStopped
+from nanodag.run.build_stage import key_of
 from nanodag.run.record import Run, StageResult
 from nanodag.sweep.sweep_page import TELLING
 from nanodag.sweep.sweep_run import Sweep
 
 WAY = 10_000  # steps that the pruner counts in a point's way, however many it has
+MOST = 10
 
 
 def check_halving(sweep: Sweep, keep: int) -> None:
-    """Raise MissingTool without Optuna, ConfigError for stages whose metrics are not heard here. keep: N above."""
-    if keep < 2:
-        raise ConfigError(f"--halving {keep}: of that many points the best one goes on; give 2 or more.")
+    """Raise MissingTool without Optuna, ConfigError for what cannot be judged. keep: N above."""
+    if not 2 <= keep <= MOST:
+        raise ConfigError(f"--halving {keep}: of so many points the best one goes on; give 2 to {MOST}.")
+    if sweep.predicted is not None:
+        raise ConfigError("--halving ends points that a scaling law needs whole: leave out one of it and --predict.")
     try:
         import optuna  # noqa: F401 - it takes a second, and other sweeps do without
     except ImportError as error:
         raise MissingTool("--halving needs Optuna, which is not installed: pip install 'nanodag[sweep]'") from error
-    pools = {sweep.pipeline.stages[point.stages[sweep.stage]].resources.work_pool for point in sweep.points}
-    if pools != {"none"}:
-        raise ConfigError(f"--halving: {sweep.stage} runs on a work pool, from where no metrics come: leave it out.")
+    for point in sweep.points:
+        stage = sweep.pipeline.stages[point.stages[sweep.stage]]
+        if stage.resources.work_pool != "none":
+            raise ConfigError(f"--halving: {sweep.stage} runs on a work pool, which tells no metrics: leave it out.")
+        if not metrics_of(stage):
+            raise ConfigError(f"--halving: {sweep.stage} measures nothing while it trains: give it validation.")
+
+
+def metrics_of(stage: AnyStage) -> list[str]:
+    """Metrics by which a point is judged, the most telling first: of held-out rows, else of the first benchmark."""
+    if stage.measures_held_out:
+        return [name for name in TELLING if name != "reward"]
+    benchmarks = getattr(getattr(stage, "evaluation", stage), "benchmarks", ())
+    return [f"benchmark_{benchmark.name}" for benchmark in benchmarks[:1]]
 
 
 class Halving:
@@ -44,44 +60,37 @@ class Halving:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=WAY // keep**2, reduction_factor=keep)
-        study = optuna.create_study(pruner=pruner)
-        stages = list(dict.fromkeys(point.stages[sweep.stage] for point in sweep.points))
-        self._keep, self._lock, self._metric = keep, Lock(), ""
-        self._trials = {stage: (study.ask(), [0.0]) for stage in stages}
+        study, self._keep, self._lock = optuna.create_study(pruner=pruner), keep, Lock()
+        stages = {name: run.pipeline.stages[name] for name in (point.stages[sweep.stage] for point in sweep.points)}
+        self._metrics = {name: metrics_of(stage) for name, stage in stages.items()}
+        self._trials, self._reached = {name: study.ask() for name in stages}, dict.fromkeys(stages, 0.0)
         self.ended: dict[str, str] = {}
-        for stage in sorted(stages, key=lambda stage: stage not in results):
-            folder = run.store.workspace(key) if (key := run.entry(stage).key) else None
-            if stage in results:
-                artifact = run.store.attempt(results[stage].key, results[stage].attempt)
-                folder = run.store.verified(artifact, "records")
-            with suppress(FileNotFoundError, StageStopped):
-                for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if folder else ():
-                    with suppress(ValueError):  # of a process that was killed
-                        self(stage, json.loads(line))
-            if stage in results:
-                self.ended.pop(stage, None)
-            elif stage in self.ended:
-                run.note(stage, state="stopped", reason=self.ended[stage])
+        lines = [line for name, stage in stages.items() for line in _earlier(run, name, stage, results)]
+        for _, name, line in sorted(lines, key=lambda line: line[0]):
+            self.ended.pop(name, None)  # it went on then
+            with suppress(StageStopped):
+                self(name, line)
+        for name in results:
+            self.ended.pop(name, None)
+        for name, reason in self.ended.items():
+            run.note(name, state="stopped", reason=reason)
 
     def __call__(self, stage: str, metrics: Mapping[str, Any]) -> None:
         """Take in a record of a stage's metrics. Raises StageStopped where the stage is hopeless by it."""
-        if stage not in self._trials or metrics.get("event") != "eval":
+        name = next(filter(metrics.__contains__, self._metrics.get(stage, ())), "")
+        if not name or metrics.get("event") != "eval" or not metrics.get("total"):
             return
+        done, value = metrics["step"] / metrics["total"], metrics[name]
         with self._lock:
-            names = (*TELLING, f"benchmark_{metrics.get('benchmark')}")
-            self._metric = self._metric or next(filter(metrics.__contains__, names), "")
-            (trial, reached), value = self._trials[stage], metrics.get(self._metric)
-            done = metrics["step"] / metrics["total"]
-            if value is None or not reached[-1] < done < 1:
+            if not self._reached[stage] < done < 1:
                 return
-            reached.append(done)
-            is_better_up = metrics.get("higher_is_better", TELLING.get(self._metric))
+            self._reached[stage], trial = done, self._trials[stage]
+            is_better_up = metrics.get("higher_is_better", TELLING.get(name))
             trial.report(-value if is_better_up else value, math.ceil(WAY * done))
             if trial.should_prune():
-                name = self._metric.replace("_", " ")
                 self.ended[stage] = reason = (
-                    f"ended early, {done:.0%} of its way: its {name} of {value:.4g} was not among the best "
-                    f"1/{self._keep} of the points that came so far"
+                    f"ended early, {done:.0%} of its way: its {name.replace('_', ' ')} of {value:.4g} was not among "
+                    f"the best 1/{self._keep} of the points that came so far"
                 )
                 raise StageStopped(f"Stage {stage} {reason}. nanodag sweep without --halving goes on with it.")
 
@@ -90,3 +99,24 @@ class Halving:
         out = set(self.ended)
         out.update(stage for stage in run.order if not out.isdisjoint(run.pipeline.stages[stage].inputs.values()))
         return [stage for stage in run.to_do if stage not in out]
+
+
+def _earlier(
+    run: Run, name: str, stage: AnyStage, results: Mapping[str, StageResult]
+) -> list[tuple[float, str, dict[str, Any]]]:
+    """Records of an earlier try of the same key: time, stage, metrics."""
+    if name in results:
+        artifact = run.store.attempt(results[name].key, results[name].attempt)
+        folder = run.store.verified(artifact, "records")
+    elif set(stage.inputs.values()) <= results.keys():
+        key, _ = key_of(run, stage, {label: results[source] for label, source in stage.inputs.items()})
+        folder = run.store.workspace(key)
+    else:
+        return []
+    lines = []
+    with suppress(FileNotFoundError):
+        for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # of a process that was killed
+                line = json.loads(text)
+                lines.append((float(line.get("time", 0)), name, line))
+    return lines

@@ -68,8 +68,9 @@ class PointRow:
         return numbers_in(self.artifact.metrics) if self.artifact is not None else {}
 
 
-def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[PointRow]:
-    """A row a point, in their order. results: stage of the sweep -> its result; what failed is not in it."""
+def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult], ended: Mapping[str, str]) -> list[PointRow]:
+    """A row a point, in their order. results: stage of the sweep -> its result; what failed is not in it. ended:
+    reasons of stages that were ended early."""
     rows: list[PointRow] = []
     first: dict[str, Path] = {}
     for point in sweep.points:
@@ -84,8 +85,7 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
         if artifact is not None and len(rows) < MAX_LINES:
             records = run.store.verified(artifact, "records")
             drawn = ReportedStage.read("", {**vars(artifact), "files": "", "records": records})
-        entry = run.entry(point.stages[sweep.stage])
-        early = entry.reason if artifact is None and entry.state == "stopped" else ""
+        early = ended.get(point.stages[sweep.stage], "") if artifact is None else ""
         rows.append(PointRow(point=point, artifact=artifact, early=early, stage=drawn, scores=scores))
     tested = [(row.scores, label, s.difference) for row in rows for label, s in row.scores.items() if s.difference]
     for (scores, label, _), p in zip(tested, holm([difference.p_value for *_, difference in tested]), strict=True):
@@ -122,6 +122,7 @@ def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
             "overrides": list(row.point.overrides),
             "key": row.artifact.key if row.artifact is not None else "",
             "attempt": row.artifact.attempt if row.artifact is not None else "",
+            **({"early": row.early} if row.early else {}),
             "metrics": row.metrics,
             "scores": {
                 label: {**vars(s), "difference": vars(s.difference) if s.difference else None}
@@ -174,7 +175,8 @@ def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metric
         scores = [_score_cell(row.scores.get(label)) for label in labels]
         numbers = [Cell(text=f"{row.metrics[m]:.4g}" if m in row.metrics else "") for m in metrics]
         state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else Cell(text="failed", tone="bad")
-        state = Cell(text="ended early", detail=row.early) if row.early else state
+        if row.early:
+            state = Cell(text="ended early", detail=row.early)
         body.append([Cell(text=str(row.point.number)), *options, *scores, *numbers, state])
     headers = ["point", *sweep.names, *labels, *(metric.replace("_", " ") for metric in metrics), "key"]
     first = 1 + len(sweep.names)

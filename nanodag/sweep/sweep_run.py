@@ -276,13 +276,16 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path
     config["points"] = [[list(p.overrides), dict(p.stages)] for p in sweep.points]
     if sweep.predicted is not None:
         config["predicted"] = sweep.predicted.stages[sweep.stage].model_dump(mode="json")
+    entries = run.store.read_run(run.name).stages
+    ended = {name: entry.reason for name, entry in entries.items() if entry.state == "stopped" and entry.reason}
+    config |= {"ended": ended} if ended else {}
     artifact = run.store.lookup(page_key(PAGE_STAGE, config, results))
     if artifact is None:
         # They draw, and resample: a sweep of which nothing changed needs neither.
         from nanodag.report.page import to_html, to_markdown
         from nanodag.sweep.sweep_page import as_json, rows_of, sweep_report
 
-        rows, files, sections = rows_of(sweep, run, results), {}, []
+        rows, files, sections = rows_of(sweep, run, results, ended), {}, []
         if sweep.predicted is not None:
             from nanodag.sweep.scaling_page import law_section
 
@@ -294,7 +297,7 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path
             "sweep.md": to_markdown(report),
             "sweep.json": json.dumps(as_json(rows), indent=1),
         }
-        metrics = {"num_points": len(rows), "num_failed": sum(row.artifact is None for row in rows)}
+        metrics = {"num_points": len(rows), "num_failed": sum(row.artifact is None and not row.early for row in rows)}
         artifact = publish_page(run, PAGE_STAGE, config, results, files, metrics)
     note_page(run, PAGE_STAGE, artifact)
     return run.store.materialize(artifact) / "sweep.html"

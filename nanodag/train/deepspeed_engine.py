@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from nanodag.children.tree import killed_with_starter
+from nanodag.config.section import Precision
 from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
@@ -103,7 +104,7 @@ class TrainEngine:
         *,
         optimizer: OptimizerConfig,
         zero_stage: int,
-        precision: str,
+        precision: Precision,
         gradient_clipping: float,
         gradient_limit: float = math.inf,
         skips_bad_gradients: bool = False,
@@ -355,7 +356,7 @@ class TrainEngine:
                 persistent[0].all_gather(persistent)
         elif hasattr(zero, "update_lp_params"):
             zero.update_lp_params()
-        elif self.precision != "fp32":
+        elif self.precision == "bf16":
             for parameter, master in zip(*self._stage_0(), strict=True):
                 parameter.data.copy_(master.data)
 
@@ -406,13 +407,13 @@ def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
     raise AssertionError("a parameter is not a view into DeepSpeed's flat buffers")
 
 
-def _deepspeed_config(zero_stage: int, precision: str, device: str, offload: Resources | None) -> dict[str, Any]:
+def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offload: Resources | None) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     config["zero_optimization"]["stage"] = zero_stage
     for name in ("offload_optimizer", "offload_param"):
         if offload is not None and getattr(offload, name) == "cpu":
             config["zero_optimization"][name] = {"device": "cpu", "pin_memory": device == "cuda"}
-    config["bf16"] = {"enabled": precision != "fp32"}
-    if precision != "fp32" and zero_stage > 0:
+    config["bf16"] = {"enabled": precision == "bf16"}
+    if precision == "bf16" and zero_stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -69,7 +69,7 @@ class PreparedStage:
             self.model,
             optimizer=config.optimizer,
             zero_stage=config.zero_stage,
-            precision=config.precision,
+            precision="bf16" if config.precision == "fp8" else config.precision,
             gradient_clipping=config.gradient_clipping,
             device=str(config.resources.device),
             leaf_modules=self.model.leaf_modules,

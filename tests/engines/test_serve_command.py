@@ -69,7 +69,14 @@ def test_an_sglang_server_gets_room_for_its_reserve_and_what_a_cpu_needs(served,
 def test_an_sglang_server_begins_with_a_base_and_with_adapters_named_by_their_version(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "find_python", lambda configured, device, guest: Path("/sglang/python"))
     given = {"engine": "sglang", "device": "cuda", "base": MODEL, "lora_rank": 16}
-    named = {"--model-path=/model", "--enable-lora", "--max-lora-rank=16", "--lora-target-modules=all"}
+    named = {
+        "--model-path=/model",
+        "--enable-lora",
+        "--max-lora-rank=16",
+        "--lora-target-modules",
+        "q_proj",
+        "down_proj",
+    }
     before = foreground_command(EngineSettings(model=MODEL, **given))[0]
     assert named <= set(before) and not any(part.startswith("--lora-paths") for part in before)
     (tmp_path / "adapter_config.json").write_text("{}")

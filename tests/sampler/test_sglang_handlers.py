@@ -78,7 +78,7 @@ async def test_every_call_has_a_form_of_sglangs(ask, tmp_path):
 
     (tmp_path / "adapter_config.json").write_text("{}")
     sent = await sent_by(call, names_adapters=True)
-    assert len(sent) == 8 and sent[-1] == ["/unload_lora_adapter", {"lora_name": "policy-4"}]
+    assert len(sent) == 8 and sent[-1] == ["/unload_lora_adapter", {"lora_name": sent[3][1]["lora_name"]}]
     for path, body in sent:
         assert ask(path, body) is True, path
 

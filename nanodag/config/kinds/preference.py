@@ -80,6 +80,8 @@ class RewardModelStage(ChatStage):
         for name in ("sample_prompts", "core_every", "benchmarks"):
             if getattr(self, name):
                 raise ValueError(f"{name} means nothing to a reward model, which writes no text; leave it out")
+        if self.precision == "fp8":
+            raise ValueError("precision fp8 is not for reward models; set it to bf16")
         if self.judges == "steps" and (self.centring or self.margin_weight):
             raise ValueError("centring and margin_weight are of pairs, and judges: steps has none; leave them out")
 

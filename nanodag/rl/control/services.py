@@ -235,7 +235,10 @@ class Services:
         """Raise ConfigError for ways of weights that guests do not take of a class of transformers: they read tensors
         as in checkpoints, where experts lie apart, and are not asked for their fingerprints in their own layout."""
         is_class = read_checkpoint(self._job.inputs["model"]).architecture.model_code == "transformers"
-        needs = {"sync": "disk", "sync_check_every": 0}
+        needs: dict[str, Any] = {"sync": "disk", "sync_check_every": 0}
+        needs |= (
+            {"lora_sync": "merged"} if self._config.sampler.engine == "sglang" else {}
+        )  # it is told our layers' names
         for setting, needed in needs.items():
             found = getattr(self._config.weights, setting)
             if is_class and found != needed:
