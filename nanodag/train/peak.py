@@ -4,7 +4,6 @@ import math
 import time
 
 import torch
-from torch.utils.benchmark import Timer
 
 from nanodag.host.machine import FAST_BF16_CAPABILITY, gpu_of_cuda
 from nanodag.model.cpu_linear import times_transposed
@@ -43,6 +42,8 @@ def _measured_on_cpu(dtype: torch.dtype) -> float:
 
 
 def _measured_on_gpu(dtype: torch.dtype) -> float:
+    from torch.utils.benchmark import Timer  # takes 0.2 s, and most GPUs are known
+
     # Square matrices as large as an eighth of its free memory takes three of, for small ones do not fill it.
     rows = math.isqrt(int(torch.cuda.mem_get_info()[0] * MEMORY_SHARE) // (3 * dtype.itemsize))
     size = max(SMALLEST_GPU_SIZE, min(LARGEST_GPU_SIZE, 1 << (max(rows, 1).bit_length() - 1)))

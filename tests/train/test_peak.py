@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.benchmark
 
 from nanodag.train import peak
 
@@ -54,7 +55,7 @@ def test_the_peak_of_an_unknown_gpu_is_that_of_its_fastest_lot(monkeypatch):
             asked.append((tuple(self.out.shape), self.out.dtype, min_run_time))
             return SimpleNamespace(times=[2e-3, 1e-3, 3e-3])
 
-    monkeypatch.setattr(peak, "Timer", Timer)
+    monkeypatch.setattr(torch.utils.benchmark, "Timer", Timer)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
     monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.empty(shape, device="meta"))
     found = peak._measured_on_gpu(torch.bfloat16)
