@@ -47,20 +47,21 @@ def documents(device: Any, folder: Path) -> dict[str, Any]:
 
 def responses(device: Any, folder: Path) -> dict[str, Any]:
     """Attention of responses that share a prompt."""
-    from nanodag.model.attention import Packed, sequences_of_group
+    from nanodag.model.attention import group_attention
 
     row = _row()
     arrays = row.prompts, row.responses
-    return _compared(device, 1, row.num_tokens, lambda here, dtype: Packed(sequences_of_group(*arrays)))
+    return _compared(device, 1, row.num_tokens, lambda here, dtype: group_attention(*arrays))
 
 
 def window(device: Any, folder: Path) -> dict[str, Any]:
     """Attention of such responses through a sliding window."""
-    from nanodag.model.attention import Packed, sequences_of_group
+    from nanodag.model.attention import group_attention
 
     row = _row()
-    sequences = sequences_of_group(row.prompts, row.responses)
-    return _compared(device, 1, row.num_tokens, lambda here, dtype: partial(Packed(sequences), window=100))
+    return _compared(
+        device, 1, row.num_tokens, lambda here, dtype: partial(group_attention(row.prompts, row.responses), window=100)
+    )
 
 
 def _row() -> Any:

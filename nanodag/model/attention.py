@@ -60,6 +60,11 @@ def document_attention(document_ids: np.ndarray) -> "Packed":
     return Packed(sequences_of_documents(document_ids))
 
 
+def group_attention(prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> "Packed":
+    """The Attend of one row of prompts and responses, by `sequences_of_group`."""
+    return Packed(sequences_of_group(prompts, responses))
+
+
 @dataclass(eq=False)
 class Packed:
     """The Attend of sequences, laid out on the query's device when it is first called. It says where they lie to a

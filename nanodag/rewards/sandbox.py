@@ -81,8 +81,6 @@ class Finished:
     timed_out: bool
 
 
-Started = tuple[Child, Path]
-"""A program that runs, and the folder with what it prints."""
 Bind = tuple[Literal["--bind", "--ro-bind"], str, str]
 """What a program sees further: how, a path on this machine, and where the program finds it."""
 
@@ -217,6 +215,14 @@ def _why_not(candidate: Walls) -> str:
     return "" if tried.stdout == "up\n" else f"bubblewrap does not work here: {tried.stderr.strip()[-300:]}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A program that runs."""
+
+    child: Child
+    folder: Path
+
+
 def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
     """Run `first` to its end, or for timeout_s seconds, with `second` beside it; each has walls of its own.
 
@@ -249,7 +255,7 @@ def _start(
     max_bytes: int = MAX_BYTES,
     binds: Sequence[Bind] = (),
     max_processes: int = MAX_PROCESSES,
-) -> Started:
+) -> _Started:
     """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
     folder = stack.enter_context(Scratch("sandbox"))
     (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
@@ -283,7 +289,7 @@ def _start(
         group=becomes,
         extra_groups=None if becomes is None else [],
     )
-    return stack.enter_context(child), folder  # nothing of it is left if what comes fails
+    return _Started(stack.enter_context(child), folder)  # nothing of it is left if what comes fails
 
 
 def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int, rules: int) -> list[str]:
@@ -310,14 +316,14 @@ def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int
 
 
 def _finished(
-    started: Sequence[Started],
+    started: Sequence[_Started],
     timeout_s: float,
     max_bytes: int,
     is_given_up: Callable[[], bool] | None = None,
 ) -> Finished:
     """Result of the first, once it has ended, or had to be ended. All end with it, and what they started. max_bytes: of
     a process; all processes of one together get MAX_TOGETHER times that."""
-    (first, folder), deadline, ended = started[0], time.monotonic() + timeout_s, ""
+    first, deadline, ended = started[0].child, time.monotonic() + timeout_s, ""
     most_together = MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)  # nothing counts the files: they are full
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
@@ -325,11 +331,11 @@ def _finished(
             break
         if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
-        elif any(_memory(child.pid) > most_together for child, _ in started):
+        elif any(_memory(program.child.pid) > most_together for program in started):
             ended = "memory"
-    for child, _ in started:
-        child.kill()
-    stdout, stderr = (_text(folder / stream) for stream in ("stdout", "stderr"))
+    for program in started:
+        program.child.kill()
+    stdout, stderr = (_text(started[0].folder / stream) for stream in ("stdout", "stderr"))
     if ended == "memory":
         stderr += f"\nMemoryError: its processes together took more than {most_together} bytes"
     return Finished(stdout, stderr, first.code, ended == "time")

@@ -12,6 +12,7 @@ from nanodag.model.attention import (
     back_end_of,
     document_attention,
     flash_layout,
+    group_attention,
     sequences_of_documents,
 )
 from tests.flash import bottom_right
@@ -138,8 +139,7 @@ def test_long_rows_hold_nothing_of_queries_by_keys_and_wait_for_no_device(
 ):
     """On `meta` the kernel of CUDA is asked what it makes of these shapes; the others compute."""
     monkeypatch.setattr(attention, "back_end_of", lambda query: chosen)
-    documents = sequences_of_documents(np.repeat([0, 1], [2992, 80])[None])
-    attend = attention.Packed(attention.sequences_of_group(*LONG_GROUP) if is_group else documents)
+    attend = group_attention(*LONG_GROUP) if is_group else document_attention(np.repeat([0, 1], [2992, 80])[None])
     tensors = [torch.zeros(1, 3072, heads, 16, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1, 1)]
     with Watched() as seen:
         out = attend(*tensors, window)

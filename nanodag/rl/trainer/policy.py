@@ -16,7 +16,7 @@ from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.attention import Packed, on_device, sequences_of_group
+from nanodag.model.attention import group_attention, on_device
 from nanodag.model.folder import CausalModel, load
 from nanodag.model.headers import faults_of_config
 from nanodag.rl.rollouts.rollout import Rollout
@@ -60,7 +60,7 @@ def to_row(batch: MicroBatch, device: torch.device) -> DeviceRow:
 def hidden_states(decoder: CausalModel, row: DeviceRow, group: SequenceGroup) -> tuple[Tensor, Share]:
     """(1, N, W), of the tokens before those that this rank scores, and which those are."""
     share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
-    attend = group.attention(Packed(sequences_of_group(row.host.prompts, row.host.responses)), len(row.token_ids))
+    attend = group.attention(group_attention(row.host.prompts, row.host.responses), len(row.token_ids))
     options = {"routes": row.routes} if getattr(decoder, "routing", None) is not None else {}
     hidden = decoder(share.token_ids, share.position_ids, attend=attend, want="hidden", **options)
     # A prompt's last token predicts the first token of each of its responses, so places repeat.
