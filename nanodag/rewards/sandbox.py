@@ -6,9 +6,9 @@ profile (seccomp.yaml). It sees /usr, the interpreter and itself, read-only, a s
 the standard library, no installed package. As root it is started as ROOT_BECOMES, who owns nothing: the kernel does not
 bind root to a number of processes, in a user namespace either.
 
-Bounded are time, the address space, files and output of each process, their number, and the memory of all together, by
-a look every WATCH_S seconds. A machine that has no such walls is refused, unless NANODAG_SANDBOX=limits says that
-resource limits are enough.
+Bounded are time, the address space, files and output of each process, their number, and the memory of all together: in
+a cgroup where one can be made (nanodag.rewards.cgroup), else by a look every WATCH_S seconds. A machine that has no
+such walls is refused, unless NANODAG_SANDBOX=limits says that resource limits are enough.
 """
 
 import logging
@@ -31,6 +31,7 @@ import psutil
 from nanodag.children.child import Child, start_child
 from nanodag.errors import MissingTool
 from nanodag.host.folders import Scratch
+from nanodag.rewards import cgroup
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def walls() -> Walls | None:
             f"nothing of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its "
             "network."
         )
-    log.info("Programs that the model writes run in bubblewrap.")
+    log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
     return working_walls
 
 
@@ -217,10 +218,11 @@ def _why_not(candidate: Walls) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """A program that runs."""
+    """A program that runs. is_bounded: a cgroup bounds the memory of its processes together."""
 
     child: Child
     folder: Path
+    is_bounded: bool
 
 
 def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
@@ -273,6 +275,7 @@ def _start(
         bound = [part for (how, _, place), path in zip(binds, paths, strict=True) for part in (how, path, place)]
         command = [*before, *_options(behind, bound, max_bytes, source=source.fileno(), rules=rules.fileno())]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
+    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=max_processes))
     limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, max_processes if behind else 1]
     # -S: no installed packages; -P: nothing of the working directory is imported first.
     python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
@@ -288,8 +291,9 @@ def _start(
         user=becomes,
         group=becomes,
         extra_groups=None if becomes is None else [],
+        preexec_fn=group,
     )
-    return _Started(stack.enter_context(child), folder)  # nothing of it is left if what comes fails
+    return _Started(stack.enter_context(child), folder, group is not None)  # nothing of it is left if what comes fails
 
 
 def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int, rules: int) -> list[str]:
@@ -323,15 +327,16 @@ def _finished(
 ) -> Finished:
     """Result of the first, once it has ended, or had to be ended. All end with it, and what they started. max_bytes: of
     a process; all processes of one together get MAX_TOGETHER times that."""
-    first, deadline, ended = started[0].child, time.monotonic() + timeout_s, ""
-    most_together = MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)  # nothing counts the files: they are full
+    first, watched = started[0].child, [program.child.pid for program in started if not program.is_bounded]
+    deadline, ended = time.monotonic() + timeout_s, ""
+    most_together = MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)  # where no cgroup counts: files as full
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if first.wait(min(WATCH_S, left_s)):
+        if first.wait(min(WATCH_S, left_s) if watched or is_given_up else left_s):
             break
         if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
-        elif any(_memory(program.child.pid) > most_together for program in started):
+        elif any(_memory(pid) > most_together for pid in watched):
             ended = "memory"
     for program in started:
         program.child.kill()
