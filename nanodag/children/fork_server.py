@@ -7,7 +7,7 @@ one line, `{"about"}` or `{"error"}`. Each byte on CONTROL then brings a socket,
 the other end of that is closed, the fork ends; when CONTROL is closed, all do, and this process.
 
 A fork has a session of its own and limits on CPU time, address space and files. Its processes, and their memory
-together, are looked at every WATCH_S seconds (on Linux). Nothing of it is left when it has ended: processes that lost
+together, are looked at every WATCH_S seconds. Nothing of it is left when it has ended: processes that lost
 their parent become children of the fork, later of this process. The last line on its socket is `{"ended", "is_lost",
 "printed"}`: why it ended, whether somebody else has killed it, and the last that it printed.
 """
@@ -39,7 +39,6 @@ START_TIMEOUT_S = 120.0
 WATCH_S = 0.2
 END_TIMEOUT_S = 5.0
 TAIL_BYTES = 2000
-POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux alone has it
 
 
 class Line:
@@ -156,7 +155,7 @@ class _Forks:
                 fork = self._by_file[file]
                 if file == fork.output:
                     self._read(fork)
-                elif event & (POLLRDHUP | select.POLLHUP | select.POLLERR):
+                elif event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
                     self._poll.unregister(file)
                     self._kill(fork, "its sample has ended")
         return True
@@ -179,7 +178,7 @@ class _Forks:
         fork = self._forks[pid] = _Fork(pid, connection, output)
         self._by_file |= {output: fork, connection.fileno(): fork}
         self._poll.register(output, select.POLLIN)
-        self._poll.register(connection, POLLRDHUP)  # its other end says no more
+        self._poll.register(connection, select.POLLRDHUP)  # its other end says no more
 
     def _be_fork(self, connection: socket.socket, printed: int, parent: int) -> None:
         """Serve one request; never returns."""

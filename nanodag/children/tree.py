@@ -1,10 +1,8 @@
 """Processes below one: who they are, their memory, who inherits their orphans, and how they end. Standard library only.
 
-Linux lists them and hands over orphans; elsewhere there are none to see.
-
 A program that starts others calls `keep` in its first lines, and leaves no process behind. It goes on in a fork, and
-the process itself, the reaper, waits for that one's end. Then it ends what is left below it (on Linux, which hands it
-all orphans).
+the process itself, the reaper, waits for that one's end. Then it ends what is left below it: Linux hands it all
+orphans.
 """
 
 import ctypes
@@ -90,8 +88,7 @@ class MemoryPeak:
 
 def adopt_orphans() -> None:
     """Have Linux hand this process whatever its descendants leave behind, also what took a session of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_children(but: Collection[int] = ()) -> bool:
@@ -128,11 +125,10 @@ def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL, pid: i
 
 
 def killed_with_parent(parent: int) -> None:
-    """Have Linux kill this process when the thread that started it ends; elsewhere a killed parent leaves it alone.
+    """Have Linux kill this process when the thread that started it ends.
 
     For the first lines of a fork, as `preexec_fn` too. Do not use it for what a thread of a pool starts."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # which ended before that was asked for
         os._exit(1)
 
@@ -145,10 +141,10 @@ def killed_with_starter() -> None:
 
 
 def has_ended(child: "subprocess.Popen[bytes]") -> bool:
-    """True once a child has ended. Where the system can look without fetching the exit code (not macOS), no other
-    process or group can have the child's id before that is fetched."""
-    if child.returncode is not None or not hasattr(os, "waitid"):
-        return child.poll() is not None
+    """True once a child has ended. Its exit code is left: no other process or group can have its id before that is
+    fetched."""
+    if child.returncode is not None:
+        return True
     try:
         return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # another thread has just fetched it

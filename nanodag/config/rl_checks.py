@@ -124,7 +124,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "replay_staleness": lambda s: s.rollout.replay.share and s.rollout.replay.max_staleness <= s.rollout.max_staleness,
     "routes_of_turns": lambda s: s.rollout.router_replay and not s.rollout.generate.is_one_turn,
     "routes_twice": lambda s: s.rollout.router_replay
-        and (s.rollout.partial_rollout_tokens or s.weights.sync_mode in ("abort", "retract")),
+        and (s.rollout.partial_rollout_tokens or s.weights.sync_mode == "retract"),
     "routes_vllm": lambda s: s.rollout.router_replay and s.sampler.engine == "vllm",
     "routes_sequence_parallel": lambda s: s.rollout.router_replay and s.optimizer.sequence_parallel > 1,
     # the algorithm
@@ -180,7 +180,6 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "arrival_finish": lambda s: s.weights.sync_mode == "finish" and s.rollout.order == "arrival",
     "sync_mode": lambda s: s.weights.sync_mode != "finish"
         and (s.sampler.deterministic is True or not s.rollout.max_staleness),
-    "abort_stop": lambda s: s.weights.sync_mode == "abort" and s.rollout.stop,
     "sync_mode_segments": lambda s: s.weights.sync_mode != "finish" and s.rollout.partial_rollout_tokens
         and (s.rollout.partial_rollouts == "mask" or s.rollout.max_staleness < 2),
     # where samplers lie

@@ -244,9 +244,9 @@ class WeightsSection(StageSection):
     lora_sync: Literal["merged", "adapter"] = parts.later("merged")
     """What the samplers get of a policy with LoRA: `merged` weights, or the `adapter` alone. Embedded samplers merge it
     onto the model that they were started with; vLLM, and SGLang on GPUs, add it to their products."""
-    sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
+    sync_mode: Literal["finish", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
-    the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
+    the new weights; `retract` also computes again what is cached."""
     sync_bucket_bytes: int = operational(0, ge=0, le=10**12)
     """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone. 0: a sixteenth of the model, from
     64 MiB to 1 GiB, as each bucket costs a request to every sampler."""

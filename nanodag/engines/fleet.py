@@ -153,7 +153,7 @@ class Fleet(Roster):
     async def paused(self) -> AsyncIterator[None]:
         """Inside, who is in charge changes weights, and none that comes back takes any by itself.
 
-        Nothing is sampled: requests in flight are paused, or were ended; also by one that is started again meanwhile.
+        Nothing is sampled: requests in flight are paused; also by one that is started again meanwhile.
         Not without `pause`: then who changes weights waits for them."""
         try:
             await self.hold_back()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import httpx
+import yaml
 
 from nanodag.children.child import Child, start_child
 from nanodag.errors import SamplerLost
@@ -43,24 +44,9 @@ POLL_S = 0.02
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # that our decoder adapts
 EVERYWHERE, SOMEWHERE = "0.0.0.0", "192.0.2.1"  # an address that no machine has (RFC 5737): the way to it leads out
 SHIM, VLLM = (Path(__file__).with_name(f"{name}.py") for name in ("sglang_shim", "vllm_server"))
-# Its threads on a CPU are those that it is given, and what it starts runs the top of its server's file.
-VLLM_VARIABLES = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": LOOPBACK,
-}
+GIVEN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 CONTEXT_RESERVE = 8
 """Tokens of its context that SGLang keeps from a request. Requests are checked before they are sent."""
-# Given on a CPU. sleep-on-idle: its scheduler would take a whole core while it waits.
-CPU_OPTIONS: dict[str, Option] = {
-    "device": "cpu",
-    "attention-backend": "torch_native",
-    "sampling-backend": "pytorch",
-    "grammar-backend": "none",
-    "disable-overlap-schedule": True,
-    "sleep-on-idle": True,
-}
 
 
 class ServerProcess(Child):
@@ -202,7 +188,7 @@ def _sglang(settings: EngineSettings) -> list[str]:
         "skip-tokenizer-init": True,
         "log-level-http": "warning",
         **adapters,
-        **(CPU_OPTIONS if settings.device == "cpu" else {}),
+        **(GIVEN["sglang"]["cpu_options"] if settings.device == "cpu" else {}),
         **{name.replace("_", "-"): value for name, value in settings.options.items()},
     }
     modules = ["--lora-target-modules", *LORA_MODULES] if adapters else []
@@ -217,23 +203,15 @@ def _guest_environment(settings: EngineSettings) -> dict[str, str]:
     }
     if address := settings.network or _network_of(settings.host):
         environment.update(network_environment(address))
-    environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1")
+    environment |= GIVEN[settings.engine]["variables"]
     if settings.engine == "vllm":
-        environment.update(VLLM_VARIABLES)
         return environment
-    environment.update(SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
     # The trainer may have set it for itself; SGLang's memory saver refuses to start with it.
     for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & environment.keys():
         fields = environment[name].split(",")
         environment[name] = ",".join(field for field in fields if not field.strip().startswith("expandable_segments"))
-    # /health would generate, which a paused server cannot. /health_generate still does.
-    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
-    # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.
-    for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
-        environment.setdefault(dump, "false")
-    if settings.device == "cpu":
-        environment.update(SGLANG_USE_CPU_ENGINE="1", NANODAG_SGLANG_CPU="1", CUDA_VISIBLE_DEVICES="")
-    return environment
+    environment |= GIVEN["sglang"]["cpu_variables"] if settings.device == "cpu" else {}
+    return {**GIVEN["sglang"]["defaults"], **environment}
 
 
 def _network_of(host: str) -> str:

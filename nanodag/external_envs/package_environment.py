@@ -7,7 +7,6 @@ environment's folder.
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,16 +16,14 @@ from pathlib import Path
 
 from nanodag.children.child import start_child
 from nanodag.errors import MissingTool
-from nanodag.errors.words import duration, size
+from nanodag.errors.words import duration
 from nanodag.host.folders import user_cache
 
 MARK = "installed"
 LOG_NAME = "install.log"
-UNPACKED = "lib/python*/site-packages/*.dist-info"
 LOOK_EVERY_S = 0.5
 TAIL_LINES = 20
 STOP_TIMEOUT_S = 30.0
-UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 Say = Callable[[str], None]
 
@@ -81,7 +78,7 @@ class PackageEnvironment:
 
     def install(self, folder: Path, say: Say, show: Say = silent, *, first: Callable[[], None] = lambda: None) -> Path:
         """Make the environment, or finish it; returns its interpreter. Raises MissingTool when a step fails. say gets
-        what is begun and done, show twice a second how far it is. first: called when there is an interpreter, before
+        what is begun and done, show twice a second what pip says. first: called when there is an interpreter, before
         the pins are installed."""
         python = folder / "bin" / "python"
         if self.is_installed(folder):
@@ -93,15 +90,15 @@ class PackageEnvironment:
         say(f"What pip says goes to {folder / LOG_NAME}")
         first()
         say(f"The {len(self.pins)} packages of {self.listed.name}, and nothing else")
-        self.pip(folder, ["--no-deps", "--requirement", str(self.listed)], len(self.pins), show)
+        self.pip(folder, ["--no-deps", "--requirement", str(self.listed)], show)
         version = run([str(python), "-c", f"import importlib.metadata as m; print(m.version('{self.package}'))"])
         (folder / MARK).write_text(self._digest())
         say(f"{self.package} {version} is installed: {python}")
         return python
 
-    def pip(self, folder: Path, arguments: Sequence[str], num_packages: int, show: Say = silent) -> None:
-        """`pip install` with these arguments. num_packages: asked for, 0 for unknown. show: gets twice a second how far
-        it is. Raises MissingTool with the end of its log when it fails."""
+    def pip(self, folder: Path, arguments: Sequence[str], show: Say = silent) -> None:
+        """`pip install` with these arguments. show: gets twice a second for how long it has worked, and what it said
+        last. Raises MissingTool with the end of its log when it fails."""
         began, log_path = time.monotonic(), folder / LOG_NAME
         command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
         command += ["--progress-bar", "off", "--no-color", *arguments]
@@ -112,9 +109,7 @@ class PackageEnvironment:
         pip = start_child(command, log_path=log_path, in_group=True)
         try:
             while pip.is_alive:
-                unpacked = [p for p in folder.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))]
-                how_far = progress_of(_lines(log_path, before), num_packages, len(unpacked))
-                show(f"{how_far}, {duration(time.monotonic() - began)}")
+                show(f"{duration(time.monotonic() - began)}: {_lines(log_path, before)[-1].strip()}")
                 pip.wait(LOOK_EVERY_S)
         finally:
             pip.stop(STOP_TIMEOUT_S)  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
@@ -127,24 +122,6 @@ class PackageEnvironment:
 
     def _digest(self) -> str:
         return hashlib.sha256(self.listed.read_bytes()).hexdigest() + "\n"
-
-
-def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
-    """Progress of pip by what it printed: `package 3 of 146: numpy, 21.5 MB downloaded`. total: 0 where nobody knows
-    beforehand how many packages there are. num_unpacked: of those that are fetched and those that were there."""
-    packages = [match[1] or match[2] for line in lines if (match := _PACKAGE.match(line))]
-    of = f" of {total}" if total else ""
-    num_bytes = sum(float(match[1]) * UNITS[match[2]] for line in lines if (match := _DOWNLOAD.match(line)))
-    loaded = f"{size(num_bytes)} downloaded" if num_bytes else "nothing to download"
-    if any(line.startswith("Installing collected packages") for line in lines):
-        return f"{num_unpacked} of {max(total, len(packages))} packages unpacked, {loaded}"
-    loaded += "" if num_bytes else " so far"
-    return f"package {len(packages)}{of}: {packages[-1]}, {loaded}" if packages else "asking the package index"
-
-
-# from an index, as it is there already, or from a folder of wheels
-_PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing [^(]*/([\w.-]+?)-\d")
-_DOWNLOAD = re.compile(r"\s*Downloading .*\(([0-9.]+) (kB|MB|GB)\)")
 
 
 def _lines(path: Path, offset: int) -> list[str]:

@@ -54,7 +54,7 @@ def install(
 ) -> Path:
     """Make the environment, or finish it; returns its interpreter. Raises MissingTool when a step fails.
 
-    say gets what is begun and done, show twice a second how far it is. cpu_index: where torch's builds for a CPU are,
+    say gets what is begun and done, show twice a second what pip says. cpu_index: where torch's builds for a CPU are,
     beside the package index that pip is set to.
     """
     made = engine_environment(device, guest)
@@ -65,7 +65,7 @@ def install(
         if device == "cpu":
             say("torch, built for a CPU")
             extra = ["--extra-index-url", cpu_index] if _is_reachable(cpu_index) else []
-            made.pip(folder, ["--no-deps", *extra, f"torch=={_torch_of(made)}"], 1, show)
+            made.pip(folder, ["--no-deps", *extra, f"torch=={_torch_of(made)}"], show)
 
     return made.install(folder, say, show, first=first)
 

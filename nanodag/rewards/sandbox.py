@@ -61,7 +61,7 @@ import resource, sys
 path, seconds, memory, size, processes = sys.argv[1], *map(int, sys.argv[2:6])
 for which, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size),
                      (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, processes),
-                     (resource.RLIMIT_MEMLOCK, 0), (getattr(resource, "RLIMIT_MSGQUEUE", 12), 0)):
+                     (resource.RLIMIT_MEMLOCK, 0), (resource.RLIMIT_MSGQUEUE, 0)):
     resource.setrlimit(which, (limit, limit))
 sys.argv[:] = [path]
 with open(path, encoding="utf-8") as source:

@@ -116,7 +116,6 @@ class Engine:
         self.released: set[MemoryTag] = set()
         self.waiting: deque[ActiveSample] = deque()
         self.weight_version = settings.weight_version
-        self.num_generated_tokens = 0
         self._seed = settings.seed or 0
         self._pace = StreamPace(settings.stream_every_s)
         self._request_numbers = itertools.count()
@@ -282,9 +281,7 @@ class Engine:
             self.steps.decode(table.num_rows)
         if self.waiting:
             self._admit()
-        num_active = len(table.active_rows)
         ended, broken = self.steps.draw(table.num_rows)
-        self.num_generated_tokens += num_active - len(broken)
         if len(broken):
             reason = self._not_finite()
             for row in broken.tolist():

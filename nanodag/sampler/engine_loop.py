@@ -110,11 +110,6 @@ class Traffic:
         self._changed = asyncio.Condition()
         self._is_closed = False
 
-    @property
-    def num_paused(self) -> int:
-        """Requests that wait for the engine to go on."""
-        return len(self._in_flight) if self.loop.is_paused else 0
-
     async def in_loop(self, function: Callable[[], Result]) -> Result:
         """The result of a function that runs in the engine's thread between two steps."""
         future: Future[Result] = self.loop.call(function)

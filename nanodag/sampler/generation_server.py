@@ -307,7 +307,6 @@ class SamplerServer:
                 "max_total_num_tokens": engine.num_slots * engine.context_length,
                 "num_running_samples": int(engine.table.active.sum()),
                 "num_waiting_samples": len(engine.waiting),
-                "num_generated_tokens": engine.num_generated_tokens,
                 "is_paused": self.loop.is_paused,
                 "released": sorted(engine.released),
                 "memory": held_memory(engine.device),

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -86,15 +86,11 @@ class WeightEndpoints:
             self.engine.check_room_for_weights()
             weights = await asyncio.to_thread(self.engine.load, path)
         except BadRequest as error:
-            return _answer(False, str(error), num_paused_requests=0)
+            return _answer(False, str(error))
         if body.abort_all_requests:
             await self._abort_all("update_weights_from_disk")
         await self._change(weights, path, body.weight_version, None)
-        return _answer(
-            True,
-            f"Succeeded to update model weights.{_now(body.weight_version)}",
-            num_paused_requests=self.traffic.num_paused,
-        )
+        return _answer(True, f"Succeeded to update model weights.{_now(body.weight_version)}")
 
     async def weights_checker(self, http: HttpRequest) -> Response:
         """Fingerprints of the weights as they came, once it is certain that they are what is in memory.
@@ -250,5 +246,5 @@ def _now(version: str | None) -> str:
     return "" if version is None else f" Weight version updated to {version}."
 
 
-def _answer(is_done: bool, message: str, **more: Any) -> Response:
-    return JSONResponse({"success": is_done, "message": message, **more}, status_code=200 if is_done else 400)
+def _answer(is_done: bool, message: str) -> Response:
+    return JSONResponse({"success": is_done, "message": message}, status_code=200 if is_done else 400)

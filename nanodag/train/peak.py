@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -13,13 +12,11 @@ CPU_SIZE = 768
 BUDGET_S = 0.4
 LARGEST_GPU_SIZE, SMALLEST_GPU_SIZE = 8192, 1024
 MEMORY_SHARE = 1 / 8  # of what is free on a GPU
-LOT_S = 0.05  # of products between two waits for a GPU: a wait, some 10 us, is nothing beside it
-LARGEST_LOT = 1000
 
 
 def matmul_peak(device: str) -> float:
     """FLOPs a second of one rank's device in the precision that it multiplies fastest: from a data sheet for a known
-    GPU, else the best of square matmuls in float32 and in bfloat16, measured in under a second each."""
+    GPU, else the best of square matmuls in float32 and in bfloat16, measured in a second or a few."""
     formats = (torch.float32, torch.bfloat16)
     if device != "cuda":
         return max(map(_measured_on_cpu, formats))
@@ -38,26 +35,22 @@ def known_peak(name: str, memory: int, capability: float) -> float:
 
 def _measured_on_cpu(dtype: torch.dtype) -> float:
     a, b = (torch.randn(CPU_SIZE, CPU_SIZE).to(dtype) for _ in range(2))
-    return 2 * CPU_SIZE**3 / _least(lambda: _cpu_seconds(a, b))
+    deadline, seconds = time.perf_counter() + BUDGET_S, [_cpu_seconds(a, b)]
+    while time.perf_counter() < deadline:
+        seconds.append(_cpu_seconds(a, b))
+    return 2 * CPU_SIZE**3 / min(seconds)
 
 
 def _measured_on_gpu(dtype: torch.dtype) -> float:
+    from torch.utils.benchmark import Timer  # takes 0.2 s, and most GPUs are known
+
     # Square matrices as large as an eighth of its free memory takes three of, for small ones do not fill it.
     rows = math.isqrt(int(torch.cuda.mem_get_info()[0] * MEMORY_SHARE) // (3 * dtype.itemsize))
     size = max(SMALLEST_GPU_SIZE, min(LARGEST_GPU_SIZE, 1 << (max(rows, 1).bit_length() - 1)))
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    _gpu_seconds(a, b, out, 1)  # cuBLAS chooses and loads its kernel
-    lot = max(1, min(LARGEST_LOT, math.ceil(LOT_S / max(_gpu_seconds(a, b, out, 1), 1e-9))))
-    return 2 * size**3 * lot / _least(lambda: _gpu_seconds(a, b, out, lot))
-
-
-def _least(seconds: Callable[[], float]) -> float:
-    best = math.inf
-    deadline = time.perf_counter() + BUDGET_S
-    while time.perf_counter() < deadline or best == math.inf:
-        best = min(best, seconds())
-    return best
+    products = Timer("torch.mm(a, b, out=out)", globals={"a": a, "b": b, "out": torch.empty_like(a)})
+    products.timeit(1)  # cuBLAS chooses and loads its kernel
+    return 2 * size**3 / min(products.blocked_autorange(min_run_time=BUDGET_S).times)
 
 
 def _cpu_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -65,12 +58,3 @@ def _cpu_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
     began = time.process_time()
     times_transposed(a, b)
     return max(time.process_time() - began, 1e-9) / torch.get_num_threads()
-
-
-def _gpu_seconds(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, lot: int) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(lot):
-        torch.mm(a, b, out=out)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began

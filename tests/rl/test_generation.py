@@ -216,49 +216,10 @@ def test_a_prompt_that_finds_spread_again_is_tried_in_every_pass(tmp_path):
     assert [prompt.epoch for prompt in cursor.take(5)] == [0, 1, 2, 3, 4]
 
 
-def ended_by_syncs(wholes: list[str]) -> FakeSampler:
-    """A sampler that ends each answer after two tokens, when new weights come; an answer's version is its number."""
-
-    def says(request):
-        begun = list(request.input_ids[1:])
-        rests = [[*map(ord, text), STOP] for text in wholes]
-        rests = [whole[len(begun) :] for whole in rests if whole[: len(begun)] == begun]
-        assert len(rests) == request.params.n
-        return [fakes.completion(rest[:2], "abort", version=len(sampler.requests)) for rest in rests]
-
-    sampler = FakeSampler(says)
-    return sampler
-
-
-ABORTS = {"sync_mode": "abort", "max_staleness": 1, "sampler": {"deterministic": False}, "prompts_per_step": 1}
-
-
-def test_what_new_weights_end_is_resumed_from_its_last_token(tmp_path):
-    sampler = ended_by_syncs(["321", "12345"])
-    ((_, (short, long)),) = step(sampler, cursor_over(tmp_path, [1]), **ABORTS, max_new_tokens=9).kept
-    first, *rest = sampler.requests
-    assert [list(one.response_token_ids) for one in (short, long)] == [[*map(ord, "321"), 0], [*map(ord, "12345"), 0]]
-    assert [(one.reward, one.finish_reason) for one in (short, long)] == [(321.0, "stop"), (12345.0, "stop")]
-    most = {tuple(request.input_ids): request.params.max_new_tokens for request in rest}
-    assert most == {(1, *map(ord, begun)): left for begun, left in (("32", 7), ("12", 7), ("1234", 5))}
-    assert len({r.rid for r in (first, *rest)}) == len({r.params.sampling_seed for r in (first, *rest)}) == 4
-    versions = long.spans[1].versions
-    assert versions[:2] == (1, 1) and versions[2] == versions[3] < versions[4] == versions[5]
-    assert long.spans[1].logprobs == pytest.approx((-0.1, -0.2) * 3)
-
-
-def test_what_is_ended_at_its_last_token_is_whole(tmp_path):
-    """SGLang says `abort` there, without a look at stop tokens and length."""
-    sampler = ended_by_syncs(["1", "2345"])
-    ((_, (stopped, cut)),) = step(sampler, cursor_over(tmp_path, [1]), **ABORTS, max_new_tokens=4).kept
-    assert list(stopped.response_token_ids) == [ord("1"), STOP] and stopped.finish_reason == "stop"
-    assert list(cut.response_token_ids) == [*map(ord, "2345")] and cut.finish_reason == "length"
-    assert [request.params.max_new_tokens for request in sampler.requests] == [4, 2]
-
-
-def test_what_ends_early_where_no_sync_ends_anything_is_an_error_of_the_sampler(tmp_path):
+def test_what_a_sampler_ends_early_is_an_error_of_the_sampler(tmp_path):
+    sampler = FakeSampler(lambda request: [fakes.completion([ord("1"), ord("2")], "abort")] * request.params.n)
     with pytest.raises(SamplerError, match="ended request"):
-        step(ended_by_syncs(["1", "12345"]), cursor_over(tmp_path, [1]), prompts_per_step=1)
+        step(sampler, cursor_over(tmp_path, [1]), prompts_per_step=1)
 
 
 @pytest.mark.parametrize(("count", "temperature"), [(1, 0.0), (2, 0.8), (1, 0.5)])

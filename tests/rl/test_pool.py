@@ -205,9 +205,9 @@ async def test_what_ends_after_a_stop_was_asked_for_does_not_count(tmp_path):
     ("values", "order"),
     [
         ({}, "prompt"),
-        ({"sync_mode": "abort"}, "arrival"),
-        ({"sync_mode": "abort", "order": "prompt"}, "prompt"),
-        ({"sync_mode": "abort", "over_sampling": 4}, "prompt"),
+        ({"sync_mode": "retract"}, "arrival"),
+        ({"sync_mode": "retract", "order": "prompt"}, "prompt"),
+        ({"sync_mode": "retract", "over_sampling": 4}, "prompt"),
     ],
 )
 def test_auto_takes_groups_as_they_arrive_where_requests_stay_in_flight(values, order):

@@ -90,10 +90,9 @@ REFUSED = [
     ({**PARTIAL, "partial_rollouts": "correct"}, "partial_rollout_tokens (found 8) and max_staleness (found 0)"),
     ({**PARTIAL, "generate": "python"}, "has turns of its own"),
     ({**PARTIAL, "stop": ["x"]}, "begins in one segment"),
-    ({**BEHIND, "stop": ["x"], "sync_mode": "abort"}, "stands across that place would be missed"),
     ({**BEHIND, "sync_mode": "retract", "sampler": {"deterministic": True}}, "deterministic: false (found true"),
-    ({**LOOSE, **PARTIAL, "sync_mode": "abort", "max_staleness": 2}, "needs partial_rollouts: correct"),
-    ({**LOOSE, "sync_mode": "abort"}, "max_staleness above 0 (found 0"),
+    ({**LOOSE, **PARTIAL, "sync_mode": "retract", "max_staleness": 2}, "needs partial_rollouts: correct"),
+    ({**LOOSE, "sync_mode": "retract"}, "max_staleness above 0 (found 0"),
     ({**BEHIND, "order": "arrival"}, "sync_mode: finish waits for them"),
     ({"order": "arrival", "over_sampling": 64}, "over_sampling 64 chooses groups in the order of their prompts"),
     # one side alone, rollouts of files
@@ -112,7 +111,6 @@ REFUSED = [
     # experts of the samplers
     ({**ROUTED, "generate": "python"}, "and generate python has turns of its own"),
     ({**ROUTED, "sequence_parallel": 2}, "optimizer.sequence_parallel 2, which no mixture of experts has"),
-    ({**ROUTED, **LOOSE, **BEHIND, "sync_mode": "abort"}, "and sync_mode abort: samplers would run tokens again"),
     ({**ROUTED, **LOOSE, **BEHIND, "sync_mode": "retract"}, "and sync_mode retract: samplers would run tokens again"),
     ({**ROUTED, **PARTIAL}, "with partial_rollout_tokens 8 and sync_mode finish: samplers would run tokens again"),
     ({**ROUTED, "only": "rollouts"}, "router_replay True means nothing with only: rollouts"),

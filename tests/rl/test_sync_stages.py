@@ -40,7 +40,7 @@ def check_that_responses_went_on(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "sync"), [("abort", "disk"), ("retract", "distributed"), ("in_place", "disk")])
+@pytest.mark.parametrize(("mode", "sync"), [("retract", "disk"), ("retract", "distributed"), ("in_place", "disk")])
 def test_responses_go_on_with_weights_that_come_meanwhile_and_none_is_lost_or_too_old(tmp_path, mode, sync):
     job = make_job(tmp_path, sync_mode=mode, sync=sync, **IN_FLIGHT)
     run(job)
@@ -89,7 +89,7 @@ def test_two_ranks_train_two_steps_on_what_sglang_samples_with_their_weights(tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
-@pytest.mark.parametrize("mode", ["in_place", "abort"])
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_sglang_goes_on_with_weights_that_come_in_the_midst_of_responses(tmp_path, sglang, mode):
     sampler = {"engine": "sglang", "context": 128, "max_batch": 4, "start_timeout_s": START_S}
     job = make_job(tmp_path, sync_mode=mode, **{**IN_FLIGHT, "sampler": sampler})

@@ -54,7 +54,7 @@ BAD_BODIES = {
     },
     "init_weights_update_group": {
         "backend 'nccl' needs a GPU": GROUP | {"backend": "nccl"},
-        "backend 'mpi'": GROUP | {"backend": "mpi"},
+        "backend: Input should be 'gloo' or 'nccl' (found 'mpi')": GROUP | {"backend": "mpi"},
         "rank_offset 2": GROUP | {"rank_offset": 2},
         "master_port": GROUP | {"master_port": 0},
     },

@@ -229,9 +229,8 @@ class RolloutGenerator:
             temperature=config.rollout.temperature,
             sampling_seed=derived_seed(int(config.seed), step, prompt.group_id),
         )
-        rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
-        segment, takes = config.rollout.partial_rollout_tokens, config.rollout.router_replay
-        return GroupRequests(prompt, params, rid, self.sampler, segment, is_ended, takes_routes=takes)
+        rid, segment = f"step-{step}-{prompt.group_id}", config.rollout.partial_rollout_tokens
+        return GroupRequests(prompt, params, rid, self.sampler, segment, takes_routes=config.rollout.router_replay)
 
     async def _rollouts(self, group: GroupRequests) -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""

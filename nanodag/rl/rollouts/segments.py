@@ -6,19 +6,15 @@ long responses do not hold up all others (Kimi k1.5, arXiv:2501.12599, section 2
 length of a segment depends on counts, never on time. Each token keeps the version that sampled it.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from nanodag.engines.fleet import Fleet
-from nanodag.inference import protocol
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, finish_reason_of, prompt_span, span_of
-
-MAX_PARTS = 1000  # of one completion that is ended again and again
 
 
 def is_unfinished(rollout: Rollout) -> bool:
@@ -31,7 +27,7 @@ def _requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: 
 
     params: of whole responses. segment: most tokens that a response gets now, 0 for all.
     """
-    longest = params.max_new_tokens
+    longest, seed = params.max_new_tokens, params.sampling_seed or 0
     assert longest is not None
     if not prompt.begun:
         params = params.model_copy(update={"max_new_tokens": min(segment or longest, longest)})
@@ -40,17 +36,17 @@ def _requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: 
     return [
         Request(
             input_ids=[*prompt.token_ids, *rollout.sampled_token_ids],
-            params=_rest(params, index, size, most=min(segment, longest - size)),
+            params=params.model_copy(
+                update={
+                    "n": 1,
+                    "max_new_tokens": min(segment, longest - size),
+                    "sampling_seed": derived_seed(seed, index, str(size)),
+                }
+            ),
             rid=f"{rid}-{index}",
         )
         for rollout, index, size in begun
     ]
-
-
-def _rest(params: SamplingParams, index: int, begun: int, *, most: int) -> SamplingParams:
-    """Parameters for the rest of sample `index`, of which `begun` tokens are there, at most `most` more."""
-    seed = derived_seed(params.sampling_seed or 0, index, str(begun))
-    return params.model_copy(update={"n": 1, "max_new_tokens": most, "sampling_seed": seed})
 
 
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
@@ -64,61 +60,17 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
     return replace(rollout, spans=(prompt, added), finish_reason=reason, routed_experts=completion.routed_experts)
 
 
-def _continued(request: Request, index: int, completion: Completion) -> Request:
-    """Request for the rest of a completion that was ended early, the index-th of a request."""
-    params, begun = request.params, len(completion.output_ids)
-    assert params.max_new_tokens is not None
-    return replace(
-        request,
-        input_ids=[*request.input_ids, *completion.output_ids],
-        params=_rest(params, index, begun, most=params.max_new_tokens - begun),
-        rid=f"{request.rid}-{index}-{begun}",
-    )
-
-
-def _joined(begun: Completion, rest: Completion) -> Completion:
-    before = len(begun.output_ids)
-    later = [replace(span, start=span.start + before, end=span.end + before) for span in rest.weight_versions]
-    return replace(
-        rest,
-        rid=begun.rid,
-        output_ids=begun.output_ids + rest.output_ids,
-        logprobs=begun.logprobs + rest.logprobs,
-        weight_versions=begun.weight_versions + later,
-        num_prompt_tokens=begun.num_prompt_tokens,
-    )
-
-
-def _was_ended(completion: Completion) -> bool:
-    """True where the sampler was told to end it."""
-    return completion.finish_reason is not None and completion.finish_reason.type == "abort"
-
-
-def _as_it_ended(request: Request, completion: Completion) -> Completion:
-    """A completion with the reason of its own for which it ended, where it was told to end at that very token: SGLang
-    looks no further then."""
-    ids, params = completion.output_ids, request.params
-    if not _was_ended(completion):
-        return completion
-    if ids and ids[-1] in params.stop_token_ids:
-        return replace(completion, finish_reason=protocol.FinishReason(type="stop", matched=ids[-1]))
-    if len(ids) == params.max_new_tokens:
-        return replace(completion, finish_reason=protocol.FinishReason(type="length"))
-    return completion
-
-
 @dataclass(slots=True, eq=False)
 class GroupRequests:
     """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
-    under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
-    which is then continued by a new request. takes_routes: the experts of each token are asked for."""
+    under_way: names of requests that were sent and not answered. takes_routes: the experts of each token are asked
+    for."""
 
     prompt: Prompt
     params: SamplingParams
     rid: str
     sampler: Fleet
     segment: int = 0
-    is_ended_by_syncs: bool = False
     takes_routes: bool = False
     under_way: dict[str, None] = field(default_factory=dict, init=False)
 
@@ -135,25 +87,6 @@ class GroupRequests:
 
     async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The sampler's answers."""
-        answers = await self._asked(requests)
-        if not self.is_ended_by_syncs:
-            return answers
-        whole = [
-            asyncio.gather(*(self._to_its_end(request, index, completion) for index, completion in enumerate(answer)))
-            for request, answer in zip(requests, answers, strict=True)
-        ]
-        return [list(completions) for completions in await asyncio.gather(*whole)]
-
-    async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
-        for _ in range(MAX_PARTS):
-            completion = _as_it_ended(request, completion)
-            if not _was_ended(completion):
-                break
-            ((rest,),) = await self._asked([_continued(request, index, completion)])
-            completion = _joined(completion, rest)
-        return completion
-
-    async def _asked(self, requests: Sequence[Request]) -> list[list[Completion]]:
         rids = [str(request.rid) for request in requests]
         self.under_way.update(dict.fromkeys(rids))
         answers = await self.sampler.generate(requests)
