@@ -142,7 +142,7 @@ def sweep(
     """Run a stage with many settings, and compare them.
 
     What the points have in common is run once. Every combination of the grid's values is a point. With --halving 3 a
-    point goes on beyond 1/9 and 1/3 of its way only while its validation is among the best third of those before it.
+    point goes on beyond 1/9 and 1/3 of its way only while it is among the best third so far.
 
     \b
     nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
