@@ -9,7 +9,6 @@ from pydantic import Field
 
 from nanodag.config.derive import CORE_LEFT_OUT, Derived
 from nanodag.config.derive_sampler import derive_evaluation
-from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, later, operational
@@ -283,18 +282,3 @@ def asked_in_training(benchmarks: Sequence[BenchmarkConfig], **settings: Any) ->
     fields = set(BenchmarkConfig.model_fields)
     asked = [benchmark.model_dump(mode="json", include=fields) for benchmark in benchmarks]
     return EvalStage.model_validate({"kind": "eval", "benchmarks": asked, **settings}) if asked else None
-
-
-KINDS = (
-    Kind(
-        name="eval",
-        config=EvalStage,
-        module="nanodag.evaluation",
-        code_version=6,
-        makes=SCORES,
-        may_take={"model": MODEL, "baseline": SCORES},
-        is_beside=True,
-        order=80,
-        less_memory="micro_batch_tokens=2048",
-    ),
-)

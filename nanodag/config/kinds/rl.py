@@ -8,7 +8,6 @@ from pydantic import Field, ValidationError
 from nanodag.config import derive
 from nanodag.config import rl_sections as sections
 from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER, derive_sampler
-from nanodag.config.kind import CONVERSATIONS, MODEL, REWARD_MODEL, Kind
 from nanodag.config.kinds.evaluation import EvalStage, asked_in_training
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
@@ -314,32 +313,3 @@ class SelectStage(SampledStage):
         except ValueError as error:  # of what this machine makes of it
             raise ConfigError(f"stages.{derived.name}.{error}.") from error
         return self.model_copy(update={"sampler": stage.before_ranks(derived).after_ranks(model, derived).sampler})
-
-
-KINDS = (
-    Kind(
-        name="rl",
-        config=RLStage,
-        module="nanodag.rl",
-        code_version=3,
-        makes=MODEL,
-        needs={"model": MODEL},
-        may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL, "reward_model": REWARD_MODEL},
-        trains=True,
-        label="RL",
-        order=60,
-        lower_rate="learning_rate=5e-7",
-        less_memory="micro_batch_tokens=2048",
-    ),
-    Kind(
-        name="select",
-        config=SelectStage,
-        module="nanodag.select",
-        code_version=4,
-        makes=CONVERSATIONS,
-        needs={"model": MODEL},
-        may_take={"reward_model": REWARD_MODEL},
-        order=55,
-        less_memory="sampler.max_batch=16",
-    ),
-)
