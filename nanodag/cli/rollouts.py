@@ -105,9 +105,9 @@ def save_rollouts(
 
 def _refuse_void(context: typer.Context) -> None:
     """Raise ConfigError where an option would do nothing."""
-    import yaml
+    from nanodag.host.beside import table_beside
 
-    values, rules = context.params, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    values, rules = context.params, table_beside(__file__)
     given = {param.opts[0] for param in context.command.params if values.get(param.name or "") != param.default}
     for flag, other, why in rules["clashes"]:
         if {flag, other} <= given:

@@ -10,8 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from nanodag.host.beside import table_beside
 from nanodag.report.gather import Column, ReportedStage, benchmarks_of
 from nanodag.report.lineage import TEMPLATES
 from nanodag.report.words import is_share, shortened
@@ -19,7 +18,7 @@ from nanodag.report.words import is_share, shortened
 MAX_LINES = 6  # of a panel: as many as a page has colours (look.html.jinja)
 MAX_POINTS = 400
 LONGEST_TICK = 12  # letters
-LISTED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "panels.yaml").read_text(encoding="utf-8"))
+LISTED: dict[str, Any] = table_beside(__file__, "panels.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,11 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.config.kind import Kind
 from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
+from nanodag.host.beside import table_beside
 from nanodag.own_code.find import forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.trusted_modules import Voucher, check_owner
@@ -58,7 +57,7 @@ def recorded_kind(name: str) -> Kind:
 @cache
 def shipped() -> dict[str, Kind]:
     """The kinds that come with nanodag, by name."""
-    rows = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text(encoding="utf-8"))
+    rows = table_beside(__file__, "kinds.yaml")
     return {name: _shipped(name, **row) for name, row in rows.items()}
 
 
