@@ -82,10 +82,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
 
 
 @nightly_app.command("show")
-def show_night(
-    name: Annotated[str, argument("show_night.name")] = "",
-    file: File = "",
-) -> None:
+def show_night(name: Annotated[str, argument("show_night.name")] = "", file: File = "") -> None:
     """Print a night's scores, and where its page lies.
 
     \b

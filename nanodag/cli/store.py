@@ -115,11 +115,7 @@ def gc(
     console.print(f"{size(freed)} freed.")
 
 
-def lineage(
-    key: Key,
-    picture: Annotated[str, option("lineage.picture")] = "",
-    file: File = "",
-) -> None:
+def lineage(key: Key, picture: Annotated[str, option("lineage.picture")] = "", file: File = "") -> None:
     """Show what an artifact was made from, up to the data.
 
     \b
@@ -148,11 +144,7 @@ def diff(
     show_diff(run_a, run_b, show_all=show_all, file=file)
 
 
-def export(
-    key: Key,
-    folder: Annotated[str, argument("export.folder")],
-    file: File = "",
-) -> None:
+def export(key: Key, folder: Annotated[str, argument("export.folder")], file: File = "") -> None:
     """Write a model, or a tokenizer, as a Hugging Face folder.
 
     It overwrites nothing.
