@@ -56,13 +56,18 @@ def score_panels(columns: Sequence[Column]) -> list[Panel]:
     ticks = [(place, shortened(column.label, LONGEST_TICK)) for place, column in enumerate(columns)]
     panels = []
     for benchmark in benchmarks_of(columns):
-        there = [(place, score) for place, c in enumerate(columns) if (score := c.benchmark(benchmark)) is not None]
-        scale = 100 if is_share(there[0][1]["metric"]) else 1
-        value, low, high = ([scale * score[name] for _, score in there] for name in ("value", "low", "high"))
-        title = f"{benchmark} (%)" if scale == 100 else benchmark
-        lines, intervals = {"score": ([place for place, _ in there], value)}, {"score": (low, high)}
-        panels.append(Panel(title=title, x_label="", lines=lines, marked=["score"], intervals=intervals, ticks=ticks))
+        there = {place: score for place, c in enumerate(columns) if (score := c.benchmark(benchmark)) is not None}
+        panels.append(score_panel(benchmark, there, ticks))
     return panels
+
+
+def score_panel(title: str, scores: Mapping[int, Mapping[str, Any]], ticks: Sequence[tuple[float, str]]) -> Panel:
+    """A benchmark's score with its 95 % interval. scores: by their places on the horizontal axis."""
+    scale = 100 if is_share(next(iter(scores.values()))["metric"]) else 1
+    value, low, high = ([scale * score[name] for score in scores.values()] for name in ("value", "low", "high"))
+    title, lines = f"{title} (%)" if scale == 100 else title, {"score": ([*scores], value)}
+    intervals = {"score": (low, high)}
+    return Panel(title=title, x_label="", lines=lines, marked=["score"], intervals=intervals, ticks=ticks)
 
 
 def panels_of(stage: ReportedStage) -> list[Panel]:
