@@ -76,7 +76,7 @@ class BenchmarkConfig(Section):
     """Of the form `verifiers`: verifiers' own options by their dotted names, such as `agent.max_turns`."""
 
     def check_settings(self) -> None:
-        if self.options and "verifiers" not in (self.form, self.name if self.form == "auto" else ""):
+        if self.options and not self.is_environment:
             raise ValueError(
                 f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
                 f"is {self.form}; leave them out, or set form: verifiers"
@@ -110,6 +110,11 @@ class BenchmarkConfig(Section):
     def is_core(self) -> bool:
         """True where it is CORE, which no form describes."""
         return "core" in (self.form, self.name)
+
+    @property
+    def is_environment(self) -> bool:
+        """True where each item is a rollout in an environment of the `verifiers` package."""
+        return "verifiers" in (self.form, self.name if self.form == "auto" else "")
 
     @property
     def wants_bundle(self) -> bool:
