@@ -54,11 +54,10 @@ class Panel:
 def score_panels(columns: Sequence[Column]) -> list[Panel]:
     """Every benchmark's score with its 95 % interval, model after model."""
     ticks = [(place, shortened(column.label, LONGEST_TICK)) for place, column in enumerate(columns)]
-    panels = []
-    for benchmark in benchmarks_of(columns):
-        there = {place: score for place, c in enumerate(columns) if (score := c.benchmark(benchmark)) is not None}
-        panels.append(score_panel(benchmark, there, ticks))
-    return panels
+    return [
+        score_panel(name, {place: s for place, c in enumerate(columns) if (s := c.benchmark(name)) is not None}, ticks)
+        for name in benchmarks_of(columns)
+    ]
 
 
 def score_panel(title: str, scores: Mapping[int, Mapping[str, Any]], ticks: Sequence[tuple[float, str]]) -> Panel:

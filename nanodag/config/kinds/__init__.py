@@ -57,8 +57,7 @@ def recorded_kind(name: str) -> Kind:
 @cache
 def shipped() -> dict[str, Kind]:
     """The kinds that come with nanodag, by name."""
-    rows = table_beside(__file__, "kinds.yaml")
-    return {name: _shipped(name, **row) for name, row in rows.items()}
+    return {name: _shipped(name, **row) for name, row in table_beside(__file__, "kinds.yaml").items()}
 
 
 def _shipped(name: str, *, config: str, **fields: Any) -> Kind:
