@@ -29,8 +29,6 @@ MAX_SWITCHES = 64
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
-Ids = Annotated[list[TokenId], FailFast(), Field(min_length=1)]
-Texts = Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 Part = Annotated[int, Field(ge=1)]
 
@@ -77,18 +75,35 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions. prompt: a text, token ids, or a list of either. logprobs: how many of the likeliest tokens
     are told at each place."""
 
-    prompt: str | Ids | Texts | Annotated[list[Ids], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Any = None
     max_tokens: Annotated[int, Field(ge=0)] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] = 1
     add_special_tokens: bool = True
 
-    @property
-    def prompts(self) -> list[Any]:
-        """One or several, all of one form."""
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt
+    def prompts(self, *, longest: int) -> list[str] | list[list[int]]:
+        """One or several, all of one form. Raises Refused for anything else, and for more than `longest` ids."""
+        prompts = self.prompt
+        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
+            prompts = [prompts]
+        if not isinstance(prompts, list) or not prompts:
+            raise Refused("prompt must be a text, a list of token ids, or a list of either", param="prompt")
+        if len(prompts) > MAX_PROMPTS:
+            raise Refused(f"{len(prompts)} prompts at once; at most {MAX_PROMPTS}", param="prompt")
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, list) and len(prompt) > longest:  # before each of its ids is looked at
+                raise Refused(
+                    f"This model's maximum context length is {longest} tokens. However, prompt {number} has "
+                    f"{len(prompt)}. Please reduce it.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+            if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
+                raise Refused(f"prompt {number} is neither a text nor a list of token ids", param="prompt")
+        return prompts
 
 
 class Function(RequestBody):

@@ -82,15 +82,18 @@ class Endpoints:
     async def completions(self, http: HttpRequest) -> Response:
         body = await _parsed(CompletionBody, http)
         model = self.model_of(body.model)
-        raw_prompts = body.prompts
+        raw_prompts = body.prompts(longest=model.context_length)
 
-        def both_of_all() -> tuple[list[list[int]], list[str]]:
-            special, tokens = body.add_special_tokens, model.tokens
-            ids = [tokens.prompt_ids(p, special=special) if isinstance(p, str) else p for p in raw_prompts]
-            echoed = raw_prompts if body.echo else [""] * len(raw_prompts)
-            return ids, [prompt if isinstance(prompt, str) else tokens.decode(prompt) for prompt in echoed]
+        def ids_of_all() -> list[list[int]]:
+            special = body.add_special_tokens
+            return [
+                model.tokens.prompt_ids(prompt, special=special) if isinstance(prompt, str) else prompt
+                for prompt in raw_prompts
+            ]
 
-        prompts, texts = await unless_left(http, self._tokenized(model, both_of_all))
+        prompts = await unless_left(http, self._tokenized(model, ids_of_all))
+        echoed = raw_prompts if body.echo else [""] * len(raw_prompts)
+        texts = [prompt if isinstance(prompt, str) else model.tokens.decode(prompt) for prompt in echoed]
         samples = self._samples(
             model, body, prompts, Reader, max_tokens=body.max_tokens, num_top=body.logprobs,
             stop_ids=model.tokens.encoding.end_ids, further=further_params(model, body), texts=texts,
