@@ -17,10 +17,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
+from nanodag.host.beside import table_beside
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
@@ -34,9 +33,7 @@ FROM_INPUT = "input:"  # before the input of a stage that a folder is
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; one after a prefix has a line of its own.
-CALLED_WITH: Mapping[str, Sequence[str]] = yaml.safe_load(
-    Path(__file__).with_name("called_with.yaml").read_text(encoding="utf-8")
-)
+CALLED_WITH: Mapping[str, Sequence[str]] = table_beside(__file__, "called_with.yaml")
 KINDS = tuple(kind for kind in CALLED_WITH if kind not in ("group", "process", "environment"))
 _TYPES: dict[str, Any] = {"float": (int, float), "int": int, "bool": bool, "str": str, "Sequence[str]": (list, tuple)}
 _IN_WORDS = {"Sequence[str]": "a list of texts"}

@@ -62,8 +62,7 @@ def application(
         )
 
     starlette = Starlette(
-        routes=[*routes, Route("/health", health, methods=["GET"]), *extra_routes],
-        exception_handlers=EXCEPTIONS,
+        routes=[*routes, Route("/health", health, methods=["GET"]), *extra_routes], exception_handlers=EXCEPTIONS
     )
     doors: ASGIApp = Doors(
         starlette,

@@ -5,16 +5,15 @@ answer depends on are passed over, and so is every field that is null or has its
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from nanodag.api.refusals import Refused
+from nanodag.host.beside import table_beside
 from nanodag.inference.protocol import json_object, shortened
 
-_FIELDS = yaml.safe_load(Path(__file__).with_name("request_fields.yaml").read_text(encoding="utf-8"))
+_FIELDS = table_beside(__file__, "request_fields.yaml")
 HARMLESS, NEUTRAL = frozenset[str](_FIELDS["harmless"]), _FIELDS["neutral"]
 SGLANG_SAMPLING: Mapping[str, tuple[Any, str]] = _FIELDS["sglang_sampling"]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-import yaml
 from starlette.routing import BaseRoute
 
 from nanodag.api import metrics as api_metrics
@@ -29,6 +28,7 @@ from nanodag.api.sglang_routes import passed_on
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
+from nanodag.host.beside import table_beside
 from nanodag.host.folders import Scratch
 from nanodag.host.threads import cancelled
 from nanodag.inference.access_checks import bound_socket
@@ -48,7 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         prog="python -m nanodag.chat.web", description="Serve checkpoints by OpenAI's protocol."
     )
-    for name, how in yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8")).items():
+    for name, how in table_beside(__file__, "options.yaml").items():
         parser.add_argument(name, **how | ({"type": TYPES[how["type"]]} if "type" in how else {}))
     parser.set_defaults(**{name: getattr(Limits, name) for name in LIMITS})
     return parser.parse_args(arguments)

@@ -10,7 +10,7 @@ import typer
 
 from nanodag import __version__
 from nanodag.cli.composed import nightly_app, rerun, scale, sweep
-from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, take
+from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, argument, option, take
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.serve import chat, serve
 from nanodag.cli.servers import notify, sampler_app, server_app
@@ -71,7 +71,7 @@ def run(
     preset: Preset = "auto",
     file: File = "",
     name: NewRun = "",
-    stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
+    stale: Annotated[bool, option("run.stale", "--stale")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a pipeline: what the store does not have yet.
@@ -92,11 +92,9 @@ def config(
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
-    explain: Annotated[
-        str, typer.Option(metavar="NAME", help="One setting: what it is, its range, default and value.")
-    ] = "",
+    explain: Annotated[str, option("config.explain")] = "",
     on: On = "",
-    schema: Annotated[bool, typer.Option("--schema", help="The JSON Schema of pipeline files, for editors.")] = False,
+    schema: Annotated[bool, option("config.schema", "--schema")] = False,
 ) -> None:
     """Print every value, and where each comes from.
 
@@ -123,10 +121,8 @@ def plan(
     preset: Preset = "auto",
     file: File = "",
     on: On = "",
-    price_per_hour: Annotated[
-        float, typer.Option(metavar="X", min=0, help="Of the whole machine, in any currency.")
-    ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, with what each process holds.")] = False,
+    price_per_hour: Annotated[float, option("plan.price_per_hour")] = 0.0,
+    as_json: Annotated[bool, option("plan.as_json", "--json")] = False,
 ) -> None:
     """Say what a run would take, without starting it.
 
@@ -143,12 +139,10 @@ def plan(
 
 
 def status(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")
-    ] = "",
+    run: Annotated[str, argument("status.run")] = "",
     file: File = "",
-    all_runs: Annotated[bool, typer.Option("--all", help="Every run, not only the newest ten.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As a JSON list of runs, for programs.")] = False,
+    all_runs: Annotated[bool, option("status.all_runs", "--all")] = False,
+    as_json: Annotated[bool, option("status.as_json", "--json")] = False,
 ) -> None:
     """Show runs and stages: states, keys, sizes, times.
 
@@ -175,13 +169,9 @@ def stages(run: RunName = "", file: File = "") -> None:
 
 
 def report(
-    run: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Names, or how they begin. Default: the newest run.")
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="As a page that fills while stages run.")] = False,
-    port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free.")
-    ] = 0,
+    run: Annotated[list[str] | None, argument("report.run")] = None,
+    follow: Annotated[bool, option("report.follow", "--follow")] = False,
+    port: Annotated[int, option("page_port")] = 0,
     file: File = "",
 ) -> None:
     """Print a run's report, and where its files lie. Or serve it as a local page; several runs over each other.
@@ -201,10 +191,8 @@ def report(
 
 @env_app.command("install")
 def env_install(
-    package: Annotated[Literal["verifiers"], typer.Argument(metavar="PACKAGE", help="verifiers.")],
-    folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/verifiers.")
-    ] = "",
+    package: Annotated[Literal["verifiers"], argument("env_install.package")],
+    folder: Annotated[str, option("env_install.folder")] = "",
 ) -> None:
     """Make the Python environment of a package of environments.
 

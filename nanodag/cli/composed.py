@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from nanodag.cli.parameters import Detach, File, Overrides, Preset, ThisRun, command
+from nanodag.cli.parameters import Detach, File, Overrides, Preset, ThisRun, argument, command, option
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import counted
 
-AtOnce = Annotated[int, typer.Option("--at-once", "-j", metavar="N", min=1, help="How many stages train at a time.")]
-SweepName = Annotated[
-    str,
-    typer.Option("--name", "-n", metavar="SWEEP", help="A new sweep's, or one to resume. Default: preset and time."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")]
+AtOnce = Annotated[int, option("at_once", "--at-once", "-j")]
+SweepName = Annotated[str, option("sweep_name", "--name", "-n")]
+DryRun = Annotated[bool, option("dry_run", "--dry-run")]
 
 nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", no_args_is_help=True)
 
@@ -85,12 +82,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
 
 
 @nightly_app.command("show")
-def show_night(
-    name: Annotated[
-        str, typer.Argument(metavar="NIGHT", help="A night, as nanodag status lists them. Default: the newest.")
-    ] = "",
-    file: File = "",
-) -> None:
+def show_night(name: Annotated[str, argument("show_night.name")] = "", file: File = "") -> None:
     """Print a night's scores, and where its page lies.
 
     \b
@@ -113,22 +105,10 @@ def show_night(
 
 def sweep(
     overrides: Overrides = None,
-    grid: Annotated[
-        list[str] | None,
-        typer.Option("--grid", "-g", metavar="NAME=[A,B]", help="An option and its values; may be repeated."),
-    ] = None,
-    point: Annotated[
-        list[str] | None, typer.Option(metavar="'A=1 B=2'", help="The values of one point; may be repeated.")
-    ] = None,
-    stage: Annotated[
-        str,
-        typer.Option(
-            "--stage", "-s", metavar="STAGE", help="Is compared. Default: the last that a point sets a value of."
-        ),
-    ] = "",
-    predict: Annotated[
-        int, typer.Option(metavar="DEPTH", min=0, max=128, help="By a scaling law of the points: see nanodag scale.")
-    ] = 0,
+    grid: Annotated[list[str] | None, option("sweep.grid", "--grid", "-g")] = None,
+    point: Annotated[list[str] | None, option("sweep.point")] = None,
+    stage: Annotated[str, option("sweep.stage", "--stage", "-s")] = "",
+    predict: Annotated[int, option("sweep.predict")] = 0,
     at_once: AtOnce = 1,
     preset: Preset = "auto",
     file: File = "",
@@ -193,18 +173,11 @@ def sweep(
 
 def scale(
     overrides: Overrides = None,
-    depths: Annotated[str, typer.Option(metavar="N,N,N", help="Depths that are trained.")] = "1,2,3",
-    tokens: Annotated[
-        str,
-        typer.Option(metavar="N,N,N", help="Horizons of each. Default: 1/4, 1/2 and all of what the preset gives it."),
-    ] = "",
-    target_flops: Annotated[
-        str, typer.Option(metavar="X,X", help="Budgets that each spends, of 6 x parameters x tokens.")
-    ] = "",
-    predict: Annotated[
-        int, typer.Option(metavar="DEPTH", min=0, max=128, help="Which is predicted. Default: one more than trained.")
-    ] = 0,
-    stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="The one that pretrains.")] = "pretrain",
+    depths: Annotated[str, option("scale.depths")] = "1,2,3",
+    tokens: Annotated[str, option("scale.tokens")] = "",
+    target_flops: Annotated[str, option("scale.target_flops")] = "",
+    predict: Annotated[int, option("scale.predict")] = 0,
+    stage: Annotated[str, option("scale.stage", "--stage", "-s")] = "pretrain",
     at_once: AtOnce = 1,
     preset: Preset = "auto",
     file: File = "",
@@ -233,10 +206,10 @@ def scale(
 def rerun(
     run: ThisRun,
     overrides: Overrides = None,
-    stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="That stage alone.")] = "",
-    begin_at: Annotated[str, typer.Option("--from", metavar="STAGE", help="That stage and all that follow it.")] = "",
-    stale: Annotated[bool, typer.Option("--stale", help="What stands on a result that was built again since.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Build again though the store has it.")] = False,
+    stage: Annotated[str, option("rerun.stage", "--stage", "-s")] = "",
+    begin_at: Annotated[str, option("rerun.begin_at", "--from")] = "",
+    stale: Annotated[bool, option("rerun.stale", "--stale")] = False,
+    force: Annotated[bool, option("rerun.force", "--force")] = False,
     file: File = "",
     detach: Detach = False,
 ) -> None:

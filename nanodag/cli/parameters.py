@@ -15,17 +15,30 @@ from typing import Annotated, Any
 import typer
 
 _TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-Overrides = Annotated[list[str] | None, typer.Argument(**_TEXTS["overrides"])]
-Preset = Annotated[str, typer.Option("--preset", "-p", **_TEXTS["preset"])]
-File = Annotated[str, typer.Option("--file", "-f", **_TEXTS["file"])]
-RunName = Annotated[str, typer.Argument(**_TEXTS["run_name"])]
-ModelName = Annotated[str, typer.Argument(**_TEXTS["model_name"])]
-ModelStage = Annotated[str, typer.Argument(**_TEXTS["model_stage"])]
-ThisRun = Annotated[str, typer.Argument(**_TEXTS["this_run"])]
-Key = Annotated[str, typer.Argument(**_TEXTS["key"])]
-On = Annotated[str, typer.Option("--on", **_TEXTS["on"])]
-NewRun = Annotated[str, typer.Option("--name", "-n", **_TEXTS["new_run"])]
-Detach = Annotated[bool, typer.Option("--detach", **_TEXTS["detach"])]
+
+
+def option(name: str, *flags: str) -> Any:
+    """An option as `parameters.json` describes it, `COMMAND.PARAMETER` where one command has it. flags: `--NAME` unless
+    given."""
+    return typer.Option(*flags, **_TEXTS[name])
+
+
+def argument(name: str) -> Any:
+    """An argument, as `option`."""
+    return typer.Argument(**_TEXTS[name])
+
+
+Overrides = Annotated[list[str] | None, argument("overrides")]
+Preset = Annotated[str, option("preset", "--preset", "-p")]
+File = Annotated[str, option("file", "--file", "-f")]
+RunName = Annotated[str, argument("run_name")]
+ModelName = Annotated[str, argument("model_name")]
+ModelStage = Annotated[str, argument("model_stage")]
+ThisRun = Annotated[str, argument("this_run")]
+Key = Annotated[str, argument("key")]
+On = Annotated[str, option("on", "--on")]
+NewRun = Annotated[str, option("new_run", "--name", "-n")]
+Detach = Annotated[bool, option("detach", "--detach")]
 
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanodag.cli.parameters import File, RunName
+from nanodag.cli.parameters import File, RunName, argument, option
 from nanodag.errors import ArtifactNotFound, ConfigError, NanodagError
 from nanodag.errors.words import counted
 
@@ -18,33 +18,16 @@ LEAST_GOOD = 1.0
 def rollouts(
     context: typer.Context,
     run: RunName = "",
-    stage: Annotated[
-        str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
-    ] = "",
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free."),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="STEP", min=0, help="Of this step. Default: the newest; with --export: all."),
-    ] = None,
-    role: Annotated[str, typer.Option(metavar="ROLE", help="What this role said.")] = "",
-    failed: Annotated[bool, typer.Option("--failed", help="Samples that failed, with the reason.")] = False,
-    samples: Annotated[
-        int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
-    ] = 0,
-    export: Annotated[str, typer.Option(metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")] = "",
-    best: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
-    ] = 0,
-    pairs: Annotated[
-        bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
-    ] = False,
-    lowest: Annotated[
-        float | None,
-        typer.Option(metavar="REWARD", help="With --best or --pairs: a good answer's least reward. Default: 1."),
-    ] = None,
+    stage: Annotated[str, argument("rollouts.stage")] = "",
+    port: Annotated[int | None, option("page_port")] = None,
+    step: Annotated[int | None, option("rollouts.step")] = None,
+    role: Annotated[str, option("rollouts.role")] = "",
+    failed: Annotated[bool, option("rollouts.failed", "--failed")] = False,
+    samples: Annotated[int, option("rollouts.samples", "--print")] = 0,
+    export: Annotated[str, option("rollouts.export")] = "",
+    best: Annotated[int, option("rollouts.best")] = 0,
+    pairs: Annotated[bool, option("rollouts.pairs", "--pairs")] = False,
+    lowest: Annotated[float | None, option("rollouts.lowest")] = None,
     file: File = "",
 ) -> None:
     """Open a local page to read what RL sampled. Ctrl-C ends it. Or print it, or write it to a file.
@@ -122,13 +105,13 @@ def save_rollouts(
 
 def _refuse_void(context: typer.Context) -> None:
     """Raise ConfigError where an option would do nothing."""
-    import yaml
+    from nanodag.host.beside import table_beside
 
-    values, rules = context.params, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    given = {option.opts[0] for option in context.command.params if values.get(option.name or "") != option.default}
+    values, rules = context.params, table_beside(__file__)
+    given = {param.opts[0] for param in context.command.params if values.get(param.name or "") != param.default}
     for flag, other, why in rules["clashes"]:
         if {flag, other} <= given:
             raise ConfigError(f"{flag} does not go with {other}: {why}. Leave one of them out.")
-    for option, needed in rules["needs"]:
-        if option in given and given.isdisjoint(needed):
-            raise ConfigError(f"{option} does nothing without {' or '.join(needed)}; add that, or leave {option} out.")
+    for flag, needed in rules["needs"]:
+        if flag in given and given.isdisjoint(needed):
+            raise ConfigError(f"{flag} does nothing without {' or '.join(needed)}; add that, or leave {flag} out.")

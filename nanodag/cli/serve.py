@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, cast
 
 import typer
 
-from nanodag.cli.parameters import File, ModelName, ModelStage
+from nanodag.cli.parameters import File, ModelName, ModelStage, option
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
 
@@ -37,18 +37,11 @@ OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key
 def chat(
     run: ModelName = "",
     stage: ModelStage = "",
-    message: Annotated[
-        str, typer.Option("--message", "-m", metavar="TEXT", help="The only one; - for all of standard input.")
-    ] = "",
-    web: Annotated[bool, typer.Option("--web", help="In a browser, by a page of this machine.")] = False,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STAGE", help="With --web: one more model; or RUN:STAGE, or a folder. Repeatable."),
-    ] = None,
-    port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --web: of the page; 0 for any.")
-    ] = 8000,
-    no_open: Annotated[bool, typer.Option("--no-open", help="With --web: open no browser.")] = False,
+    message: Annotated[str, option("chat.message", "--message", "-m")] = "",
+    web: Annotated[bool, option("chat.web", "--web")] = False,
+    also: Annotated[list[str] | None, option("chat.also")] = None,
+    port: Annotated[int, option("chat.port")] = 8000,
+    no_open: Annotated[bool, option("chat.no_open", "--no-open")] = False,
     file: File = "",
 ) -> None:
     """Talk to a model, in the terminal or in a browser. Ctrl-C ends an answer, Ctrl-D the talk.
@@ -75,31 +68,17 @@ def chat(
 def serve(
     run: ModelName = "",
     stage: ModelStage = "",
-    also: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="The newest weights of a run under way, each as it comes.")
-    ] = False,
-    engine: Annotated[str, typer.Option(help="embedded, or sglang or vllm where that is installed.")] = "embedded",
-    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Engines of each model.")] = 1,
-    served_model_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the first model, in place of its own.")
-    ] = "",
-    no_access_log: Annotated[
-        bool, typer.Option("--no-access-log", help="No line a request, and none of tokens a second.")
-    ] = False,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 for any that is free.")] = 8000,
-    api_key_file: Annotated[str, typer.Option(metavar="FILE", help="Keys, one a line; a request bears one.")] = "",
-    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of it may ask. Repeatable.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option", "-o", metavar="OPTION=VALUE", help="Such as max-batch=64; see docs/how-to/serve.md. Repeatable."
-        ),
-    ] = None,
+    also: Annotated[list[str] | None, option("serve.also")] = None,
+    follow: Annotated[bool, option("serve.follow", "--follow")] = False,
+    engine: Annotated[str, option("serve.engine")] = "embedded",
+    replicas: Annotated[int, option("serve.replicas")] = 1,
+    served_model_name: Annotated[str, option("serve.served_model_name")] = "",
+    no_access_log: Annotated[bool, option("serve.no_access_log", "--no-access-log")] = False,
+    host: Annotated[str, option("host")] = "127.0.0.1",
+    port: Annotated[int, option("serve.port")] = 8000,
+    api_key_file: Annotated[str, option("serve.api_key_file")] = "",
+    cors: Annotated[list[str] | None, option("serve.cors")] = None,
+    option: Annotated[list[str] | None, option("serve.option", "--option", "-o")] = None,
     file: File = "",
 ) -> None:
     """Serve models by OpenAI's protocol. Ctrl-C ends it.
@@ -131,29 +110,19 @@ def serve(
 
 
 def serve_sampler(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A folder, a model of the hub, or RUN:STAGE.")],
-    engine: Annotated[str, typer.Option(help="embedded, sglang, vllm, or auto as the stage would choose.")] = "auto",
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535, help="Of the server.")] = 30000,
-    api_key_file: Annotated[
-        str, typer.Option(metavar="FILE", help="Its first line is the key that requests must bear.")
-    ] = "",
-    dtype: Annotated[
-        str, typer.Option(help="float32 or bfloat16; auto as the stage's sampler.precision here.")
-    ] = "auto",
-    context_length: Annotated[int, typer.Option(metavar="N", min=0, help="Prompt and response; 0 for what fits.")] = 0,
+    model: Annotated[str, option("serve_sampler.model")],
+    engine: Annotated[str, option("serve_sampler.engine")] = "auto",
+    host: Annotated[str, option("host")] = "127.0.0.1",
+    port: Annotated[int, option("serve_sampler.port")] = 30000,
+    api_key_file: Annotated[str, option("serve_sampler.api_key_file")] = "",
+    dtype: Annotated[str, option("serve_sampler.dtype")] = "auto",
+    context_length: Annotated[int, option("serve_sampler.context_length")] = 0,
     deterministic: Annotated[
-        bool | None, typer.Option("--deterministic/--not-deterministic", help="Default: embedded on a CPU is.")
+        bool | None, option("serve_sampler.deterministic", "--deterministic/--not-deterministic")
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="One more name of this machine (embedded). Repeatable."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", metavar="OPTION=VALUE", help="Of the engine's own options. Repeatable."),
-    ] = None,
-    file: Annotated[str, typer.Option(metavar="FILE", help="Whose store RUN:STAGE is in.")] = "",
+    allow_host: Annotated[list[str] | None, option("serve_sampler.allow_host")] = None,
+    option: Annotated[list[str] | None, option("serve_sampler.option", "--option", "-o")] = None,
+    file: Annotated[str, option("serve_sampler.file")] = "",
 ) -> None:
     """Serve one sampler, for stages that name it in sampler.urls. Ctrl-C ends it.
 

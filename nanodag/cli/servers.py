@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nanodag.cli.parameters import File, Overrides, Preset, command
+from nanodag.cli.parameters import File, Overrides, Preset, command, option
 from nanodag.cli.serve import serve_sampler
 from nanodag.errors import ConfigError, ServerError
 from nanodag.host.folders import ABOVE
@@ -108,19 +108,10 @@ def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
 
 @sampler_app.command()
 def install(
-    cpu: Annotated[
-        bool | None, typer.Option("--cpu/--cuda", help="For a CPU (3.2 GB) or CUDA (some 11 GB). Default: by hardware.")
-    ] = None,
-    engine: Annotated[Literal["sglang", "vllm"], typer.Option(help="Whose environment.")] = "sglang",
-    folder: Annotated[
-        str,
-        typer.Option(
-            metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu, -cuda, vllm-cpu or -cuda."
-        ),
-    ] = "",
-    if_supported: Annotated[
-        bool, typer.Option("--if-supported", help="For CUDA, and only where it runs on this machine's GPUs.")
-    ] = False,
+    cpu: Annotated[bool | None, option("install.cpu", "--cpu/--cuda")] = None,
+    engine: Annotated[Literal["sglang", "vllm"], option("install.engine")] = "sglang",
+    folder: Annotated[str, option("install.folder")] = "",
+    if_supported: Annotated[bool, option("install.if_supported", "--if-supported")] = False,
 ) -> None:
     """Make the environment of SGLang or vLLM.
 

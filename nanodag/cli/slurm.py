@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanodag.cli.parameters import File, NewRun, On, Overrides, Preset, command
+from nanodag.cli.parameters import File, NewRun, On, Overrides, Preset, argument, command, option
 from nanodag.errors import ConfigError, MissingTool
 from nanodag.errors.words import listed, nearest
 
@@ -41,22 +41,16 @@ def job_script(options: Sequence[str], run: Sequence[str], end: Sequence[str]) -
 
 
 def slurm(
-    on: Annotated[
-        str, typer.Option("--on", metavar="MACHINE", help="The job's nodes: 8xH100, 2x8xH100, 3xcpu:32:avx512:128GiB.")
-    ],
+    on: Annotated[str, option("slurm.on", "--on")],
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
     name: NewRun = "",
-    time_limit: Annotated[
-        str, typer.Option("--time", metavar="TIME", help="Of each part of the run, as sbatch reads it: 1-12:00:00.")
-    ] = "24:00:00",
-    partition: Annotated[str, typer.Option(metavar="NAME", help="Slurm's partition. Default: the cluster's.")] = "",
-    account: Annotated[str, typer.Option(metavar="NAME", help="Slurm's account. Default: yours.")] = "",
-    sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="Another option of sbatch: qos=high. Repeatable.")
-    ] = None,
-    is_printed: Annotated[bool, typer.Option("--print", help="Print the job's script, and send nothing.")] = False,
+    time_limit: Annotated[str, option("slurm.time_limit", "--time")] = "24:00:00",
+    partition: Annotated[str, option("slurm.partition")] = "",
+    account: Annotated[str, option("slurm.account")] = "",
+    sbatch: Annotated[list[str] | None, option("slurm.sbatch")] = None,
+    is_printed: Annotated[bool, option("slurm.is_printed", "--print")] = False,
 ) -> None:
     """Run a pipeline as one job of a Slurm cluster.
 
@@ -89,7 +83,7 @@ def slurm(
 
 
 def sbatch(
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the pipeline.")],
+    stage: Annotated[str, argument("sbatch.stage")],
     overrides: Overrides = None,
     preset: Preset = "auto",
     on: On = "",

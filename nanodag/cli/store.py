@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from nanodag.cli.parameters import File, Key, ThisRun
+from nanodag.cli.parameters import File, Key, ThisRun, argument, option
 from nanodag.errors import StoreBusy
 from nanodag.errors.words import counted, size
 
@@ -13,11 +13,8 @@ SHOWN = 40
 
 
 def verify(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN|KEY", help="Runs, or keys as they begin. Default: all of the store."),
-    ] = None,
-    set_aside: Annotated[bool, typer.Option("--set-aside", help="Move what is damaged out of the way.")] = False,
+    names: Annotated[list[str] | None, argument("verify.names")] = None,
+    set_aside: Annotated[bool, option("verify.set_aside", "--set-aside")] = False,
     file: File = "",
 ) -> None:
     """Compare every byte of artifacts with what was published.
@@ -70,21 +67,10 @@ def verify(
 
 
 def gc(
-    keep_runs: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Keep the newest N runs, completed ones first; 0: all."),
-    ] = 0,
-    keep_days: Annotated[
-        float, typer.Option(metavar="DAYS", min=0, help="Keep runs that are younger; 0: of any age.")
-    ] = 0.0,
-    keep_best: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="STAGE.METRIC[:min]",
-            help="Keep a stage's best by a metric, the highest unless :min is there; may be repeated.",
-        ),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it. Without this it is only said.")] = False,
+    keep_runs: Annotated[int, option("gc.keep_runs")] = 0,
+    keep_days: Annotated[float, option("gc.keep_days")] = 0.0,
+    keep_best: Annotated[list[str] | None, option("gc.keep_best")] = None,
+    yes: Annotated[bool, option("gc.yes", "--yes", "-y")] = False,
     file: File = "",
 ) -> None:
     """Say what the store can do without; --yes removes it.
@@ -129,11 +115,7 @@ def gc(
     console.print(f"{size(freed)} freed.")
 
 
-def lineage(
-    key: Key,
-    picture: Annotated[str, typer.Option(metavar="FILE.svg", help="Draw it into that file, too.")] = "",
-    file: File = "",
-) -> None:
+def lineage(key: Key, picture: Annotated[str, option("lineage.picture")] = "", file: File = "") -> None:
     """Show what an artifact was made from, up to the data.
 
     \b
@@ -146,8 +128,8 @@ def lineage(
 
 def diff(
     run_a: ThisRun,
-    run_b: Annotated[str, typer.Argument(metavar="OTHER", help="Another run's.")],
-    show_all: Annotated[bool, typer.Option("--all", help="Show what is the same, too.")] = False,
+    run_b: Annotated[str, argument("diff.run_b")],
+    show_all: Annotated[bool, option("diff.show_all", "--all")] = False,
     file: File = "",
 ) -> None:
     """Show two runs side by side: what is not the same.
@@ -162,11 +144,7 @@ def diff(
     show_diff(run_a, run_b, show_all=show_all, file=file)
 
 
-def export(
-    key: Key,
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder that is not there yet.")],
-    file: File = "",
-) -> None:
+def export(key: Key, folder: Annotated[str, argument("export.folder")], file: File = "") -> None:
     """Write a model, or a tokenizer, as a Hugging Face folder.
 
     It overwrites nothing.
@@ -181,9 +159,9 @@ def export(
 
 def push(
     key: Key,
-    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository, made where it is not there yet.")],
-    private: Annotated[bool, typer.Option("--private", help="Make it a private one.")] = False,
-    card: Annotated[bool, typer.Option("--card", help="Print the model card, and send nothing.")] = False,
+    name: Annotated[str, argument("push.name")],
+    private: Annotated[bool, option("push.private", "--private")] = False,
+    card: Annotated[bool, option("push.card", "--card")] = False,
     file: File = "",
 ) -> None:
     """Publish a model on the hub, with a card.

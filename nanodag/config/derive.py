@@ -10,11 +10,8 @@ memory counts in steps of half an octave, and micro-batches divide a step.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import yaml
 
 from nanodag.config import footprint
 from nanodag.config.kind import SCORES
@@ -24,6 +21,7 @@ from nanodag.config.section import Filler, Part
 from nanodag.config.stage_base import StageBase, TrainedStage
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.host.beside import table_beside
 from nanodag.host.machine import GIB, Machine
 from nanodag.inference.number_formats import width_of
 
@@ -35,14 +33,7 @@ ENDLESS = 1 << 60
 NO_BUNDLE = "core_bundle is none"
 CORE_LEFT_OUT = f"derived: {NO_BUNDLE}"  # origin of a setting from which CORE was left out
 LEAST_FLOPS_A_RANK = {"cpu": 2e10, "cuda": 1e13}  # of a step
-MAX_CPU_RANKS = 16
-FULL_TOKENS = {"cpu": 8192, "cuda": 32768}
-LEAST_TOKENS = 8192  # of a micro-batch on a GPU
-RL_TOKENS = {"cpu": 4096, "cuda": 16384}
-RL_TOKENS_UNKNOWN = 9216
-RL_CORES_A_RANK = 4
 ROOM_IN_TURNS = 0.9  # of a GPU's room, for a trainer that samplers lend theirs: contexts and SGLang's graphs stay
-LEAST_BF16_WIDTH = 256
 PROCESS_BYTES = GIB
 TRITON_CAPABILITY = 7.0
 
@@ -58,19 +49,13 @@ class Rule:
     limit: str = ""
 
 
-_NUMBERS = {
-    "max_cpu_ranks": MAX_CPU_RANKS,
-    "rl_cores_a_rank": RL_CORES_A_RANK,
-    "least_bf16_width": LEAST_BF16_WIDTH,
-    "least_tokens": LEAST_TOKENS,
-    "rl_tokens_unknown": RL_TOKENS_UNKNOWN,
-    "full_tokens_cuda": FULL_TOKENS["cuda"],
-    "full_tokens_cpu": FULL_TOKENS["cpu"],
-    "rl_tokens_cuda": RL_TOKENS["cuda"],
+_READ = table_beside(__file__, "rules.yaml")
+NUMBERS: dict[str, int] = _READ.pop("numbers")
+_SHOWN = {name: f"{number:,}" for name, number in NUMBERS.items()}
+RULES = {
+    name: Rule(**{field: Template(text).substitute(_SHOWN) for field, text in rule.items()})
+    for name, rule in _READ.items()
 }
-_TEXT = Template(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
-_READ = yaml.safe_load(_TEXT.substitute({name: f"{number:,}" for name, number in _NUMBERS.items()}))
-RULES = {name: Rule(**rule) for name, rule in _READ.items()}
 
 
 def reason_of(origin: str) -> str:
@@ -252,7 +237,7 @@ def state_bytes(stage: TrainedStage, model: ModelSize, ranks: int) -> int:
 def free_bytes(stage: TrainedStage, model: ModelSize, machine: Machine, ranks: int, ranks_here: int) -> int:
     """Bytes that a rank has for micro-batches, beside states and the head's logits. ranks_here: on its node."""
     precision, device = stage.trainer.precision, str(stage.resources.device)
-    tokens, scored = FULL_TOKENS[device], stage.scores_tokens
+    tokens, scored = NUMBERS[f"full_tokens_{device}"], stage.scores_tokens
     head = footprint.head_memory(
         model.shape, model.vocabulary, tokens, precision=precision, device=device, scored=scored
     )

@@ -1,22 +1,21 @@
 """Messages on what is wrong with a config: the field, the value found, what is allowed, the nearest right name."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.kinds import known
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.section import full_name, models_in
 from nanodag.errors.words import counted, listed, nearest, said
+from nanodag.host.beside import table_beside
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
 _BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function-", "dict[", "tuple[", "nullable")
 MAX_LINES = 8
 MAX_NAMES = 20
-_BY_TYPE: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_BY_TYPE: dict[str, str] = table_beside(__file__)
 
 
 def explain(error: ValidationError, kinds: Mapping[str, str], where: str) -> str:

@@ -6,13 +6,11 @@ stage's model.
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
-
-import yaml
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
 from nanodag.errors import ConfigError
+from nanodag.host.beside import table_beside
 from nanodag.inference.cache_size import token_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ class ModelSize:
         return self.training_flops(length) / 3
 
 
-_ROWS = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text(encoding="utf-8"))
+_ROWS = table_beside(__file__, "known_models.yaml")
 KNOWN = {name: ModelSize(Shape(*shape), *sizes) for name, (shape, *sizes) in _ROWS.items()}
 
 

@@ -9,10 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from nanodag import registry
 from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, ReferenceConfig, TeacherConfig
@@ -21,6 +18,7 @@ from nanodag.config.section import full_name
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed
+from nanodag.host.beside import table_beside
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.protocol import MAX_SAMPLES
 
@@ -35,7 +33,7 @@ _WORDS: Mapping[str, object] = {"MAX_SAMPLES": MAX_SAMPLES, "HELD_OUT": HELD_OUT
 @cache
 def sentences() -> dict[str, str]:
     """Sentences by the names of their checks, read when one is needed."""
-    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return table_beside(__file__)
 
 
 def check(stage: "RLStage") -> None:

@@ -342,7 +342,7 @@ class SupervisedStage(TrainedStage):
             return super().ranks_on_cpu(model, derived)
         derived.note("resources.num_ranks", "ranks_cpu")
         cores, row = derived.machine.cores, self.sequence_length * derive.token_bytes(self, model, checkpointed=False)
-        most = min(derive.MAX_CPU_RANKS, cores)
+        most = min(derive.NUMBERS["max_cpu_ranks"], cores)
         busy = [ranks for ranks in range(2, most + 1) if 4 * ranks * (cores // ranks) >= 3 * cores]
         return [1, *(r for r in busy if derive.free_bytes(self, model, derived.machine, r, r) > row)]
 
@@ -352,10 +352,10 @@ class SupervisedStage(TrainedStage):
         batch, unit = int(self.batch_tokens), self.sequence_parallel
         groups = int(self.resources.num_ranks) // unit
         stage = derive.offloaded(self, model, self.optimizer.traits.offloads and self.zero_stage > 0, derived)
-        of_group, limit = max(1, batch // max(1, groups)), derive.FULL_TOKENS[device]
+        of_group, limit = max(1, batch // max(1, groups)), derive.NUMBERS[f"full_tokens_{device}"]
         if device == "cuda" and (model is None or derived.machine.gpu is None):
-            limit = derive.LEAST_TOKENS
-        least = min(derive.LEAST_TOKENS if device == "cuda" else length, of_group)
+            limit = derive.NUMBERS["least_tokens"]
+        least = min(derive.NUMBERS["least_tokens"] if device == "cuda" else length, of_group)
         if self.micro_batch_tokens != "auto":
             least = int(self.micro_batch_tokens)
         fill = derived.filler(stage)

@@ -8,18 +8,14 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.data.records import Kind
+from nanodag.host.beside import table_beside
 
 Adapt = Callable[..., dict[str, Any]]
 ENTRIES: dict[tuple[str, Kind], Adapt] = {}
-_HUB_NAMES: dict[str, list[str]] = yaml.safe_load(
-    Path(__file__).with_name("hub_names.yaml").read_text(encoding="utf-8")
-)
+_HUB_NAMES: dict[str, list[str]] = table_beside(__file__, "hub_names.yaml")
 DEFAULTS = {hub_name: adapter for adapter, names in _HUB_NAMES.items() for hub_name in names}
 
 

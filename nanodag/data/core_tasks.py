@@ -17,12 +17,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from nanodag.data.archives import unpacked
 from nanodag.data.opening import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import SourceError
+from nanodag.host.beside import table_beside
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 
@@ -44,7 +43,7 @@ class Task:
     item_bytes: int
 
 
-TASKS = tuple(Task(**task) for task in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")))
+TASKS = tuple(Task(**task) for task in table_beside(__file__))
 
 FEWEST_ITEMS = 1 + max(task.num_fewshot for task in TASKS)
 """Of a task's items that are read: worked examples are drawn among them."""

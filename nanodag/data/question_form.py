@@ -5,21 +5,17 @@ without an instruction, and contamination is looked for in the data's own words.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from nanodag.data.adapters import renamed
 from nanodag.data.config import QUESTION, SourceConfig
 from nanodag.data.records import Kind
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed
+from nanodag.host.beside import table_beside
 
 Record = dict[str, Any]
-_WITHOUT_EFFECT: Mapping[str, Sequence[str]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+_WITHOUT_EFFECT: Mapping[str, Sequence[str]] = table_beside(__file__)
 
 
 def check_effect(source: SourceConfig, read_as: Kind | Literal["row", "text"]) -> None:

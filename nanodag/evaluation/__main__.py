@@ -17,7 +17,7 @@ from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood, check_served
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import BenchmarkResult
-from nanodag.evaluation.verifiers_benchmarks import is_environment, run_environment
+from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.evaluation.win_rate import win_rate
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.atomic import write_json
@@ -107,7 +107,7 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> 
         check_likelihood(benchmark)
         return run_core(checkpoint, benchmark, job.mirror)
     chat, how = job.config.chat, {"seed": job.config.seed, "mirror": str(job.mirror or "")}
-    if is_environment(benchmark):
+    if benchmark.is_environment:
         return run_environment(checkpoint, benchmark, chat=chat, **how)
     result = run_benchmark(checkpoint, benchmark, chat=chat, folder=job.workspace / "forms", **how)
     if benchmark.judge == "none":

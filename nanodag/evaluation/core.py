@@ -16,19 +16,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.core_tasks import TASKS, Item, Task, centred, find_files, read_items
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.intervals import Score, centred_mean, score_of
 from nanodag.evaluation.paired import read_records
 from nanodag.evaluation.results import COUNTS, BenchmarkResult
+from nanodag.host.beside import table_beside
 from nanodag.model.core_scoring import CHUNK_ITEMS, JudgedItem, judge_items
 
 CHAT_CORE = "chat_core"
 # Benchmark -> the score of guessing.
-CHAT_TASKS: Mapping[str, float] = yaml.safe_load(Path(__file__).with_name("chat_core.yaml").read_text(encoding="utf-8"))
+CHAT_TASKS: Mapping[str, float] = table_beside(__file__, "chat_core.yaml")
 
 
 def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig, mirror: Path | None = None) -> BenchmarkResult:

@@ -61,7 +61,7 @@ def check_served(config: BenchmarkConfig) -> None:
     why = "is CORE" if config.is_core else ""
     if not why and read_form(_file_of(config, chat=True)[0]).get("output_type") == "loglikelihood_rolling":
         why = "is scored by the likelihood of whole texts"
-    if "verifiers" in (config.form, config.name if config.form == "auto" else ""):
+    if config.is_environment:
         why = "is an environment"
     if why:
         more = "which an endpoint cannot be asked. Leave it out, or evaluate the model as the input `model`."

@@ -48,11 +48,6 @@ TIMEOUT_S = 86400.0
 Item = dict[str, Any]
 
 
-def is_environment(config: BenchmarkConfig) -> bool:
-    """True for a benchmark of this form."""
-    return FORM in (config.form, config.name if config.form == "auto" else "")
-
-
 def run_environment(
     model: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str
 ) -> BenchmarkResult:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from nanodag.errors import ConfigError
+from nanodag.host.beside import table_beside
 from nanodag.host.processor import SETS, control_group_files, instruction_set, read_limit, usable_cores
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class ListedGpu:
 _UNITS = {"memory": GIB, "peak": 1e12, "bandwidth": 1e9}
 GPUS = tuple(
     Gpu(**{name: value * _UNITS[name] if name in _UNITS else value for name, value in row.items()})
-    for row in yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
+    for row in table_beside(__file__, "gpus.yaml")
 )
 
 

@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
+from nanodag.host.beside import table_beside
 
 # oneDNN does torch's matrix products and can be told to use less than the processor has.
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 # oneDNN, and torch's layer above it, each keep what they compiled for a shape: 0.3 to 0.7 MB a shape, 1,024 shapes.
 # RL's micro-batches differ in length each time, so that its trainer grew by 10 MB a step. One micro-batch has some 20.
 SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-SETS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("processors.yaml").read_text(encoding="utf-8"))
+SETS: dict[str, Any] = table_beside(__file__, "processors.yaml")
 
 
 def usable_cores() -> int:

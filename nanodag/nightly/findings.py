@@ -25,7 +25,7 @@ from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.report import words
 from nanodag.report.page import NOTES, PageSection, Part, Report, to_html, to_markdown
-from nanodag.report.plots import Panel
+from nanodag.report.plots import Panel, score_panel
 from nanodag.report.tables import Cell, Table, cells
 from nanodag.run.derived_runs import note_page, publish_page
 from nanodag.run.record import StageResult
@@ -306,21 +306,10 @@ def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, zone:
 
 
 def _panel(points: Sequence[tuple[int, NightScore]], benchmark: str, dates: Sequence[str]) -> Panel:
-    metric = points[-1][1].metric
-    kept = [(place, score) for place, score in points if score.metric == metric]
-    scale = 100 if words.is_share(metric) else 1
-    xs = [place for place, _ in kept]
-    value, low, high = ([scale * getattr(score, field) for _, score in kept] for field in ("value", "low", "high"))
-    step = max(1, -(-len(dates) // MAX_TICKS))
+    metric, step = points[-1][1].metric, max(1, -(-len(dates) // MAX_TICKS))
     ticks = [(place, dates[place]) for place in range(len(dates) - 1, -1, -step)][::-1]
-    return Panel(
-        title=f"{benchmark}, {metric}{' (%)' if scale == 100 else ''}",
-        x_label="",
-        lines={"score": (xs, value)},
-        marked=("score",),
-        intervals={"score": (low, high)},
-        ticks=ticks,
-    )
+    kept = {place: dict(score) for place, score in points if score.metric == metric}
+    return score_panel(f"{benchmark}, {metric}", kept, ticks)
 
 
 def _nights_table(

@@ -239,7 +239,8 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
     stale: list[str] = []
     mirrors: dict[str, str] = {}
     for label, pattern in pipeline.nightly.runs.items():
-        fitting = [r for r in records if _fits(r, pattern)]
+        # Nights, and the points of a sweep, must be named in full.
+        fitting = [r for r in records if r.run == pattern or (not r.composed and fnmatch.fnmatchcase(r.run, pattern))]
         if not fitting:
             missing.append(f"{label}: no run is called {pattern!r}")
         for stage in _stages_of(fitting, pipeline):
@@ -305,11 +306,6 @@ def night_pipeline(pipeline: Pipeline, choice: Choice, machine: Machine) -> Pipe
         "stages": raw,
     }
     return derive(Pipeline.model_validate(made), machine)[0]
-
-
-def _fits(record: RunRecord, pattern: str) -> bool:
-    """True for a run that a pattern means. Nights, and the points of a sweep, must be named in full."""
-    return record.run == pattern or (not record.composed and fnmatch.fnmatchcase(record.run, pattern))
 
 
 def _stages_of(fitting: Sequence[RunRecord], pipeline: Pipeline) -> list[str]:

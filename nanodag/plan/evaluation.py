@@ -16,22 +16,9 @@ from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, S, changed
 from nanodag.plan.host_memory import verifiers_processes
-from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S, Asked
+from nanodag.plan.sizes import SIZES, Sizes, bytes_per_token, core_items, core_tokens, held_out_share
+from nanodag.plan.speeds import SPEEDS, Asked
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
-
-CONTINUATION_BYTES = 64 * 5.75
-"""Text of an item of `continuation`: 32 words, and four phrases of 8."""
-ITEM_S = 1e-3
-"""Seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
-UNKNOWN_ITEMS, UNKNOWN_BYTES = 1000, 500.0
-"""Items of a benchmark, and text of one, of which nothing is known."""
-CORE_RECORD_BYTES = 150
-"""Bytes on disk of an item of CORE, whose record holds no text."""
-PROMPT_ROOM = 512
-"""Tokens of the longest prompt of a written benchmark that is not known."""
-CONTEXT = 500
-"""Tokens before one that is read or written, on average, as far as the model's positions go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +87,7 @@ def _widest(case: Case[EvalStage]) -> tuple[int, int, str]:
     for benchmark in filter(is_written, case.stage.benchmarks):
         url = _url_of(benchmark)
         known = case.sizes.longest_prompt(url, case.model.vocabulary) if url else None
-        prompt, answer = (known or PROMPT_ROOM) * (1 + benchmark.num_fewshot), int(benchmark.max_new_tokens)
+        prompt, answer = (known or SIZES["prompt_room"]) * (1 + benchmark.num_fewshot), int(benchmark.max_new_tokens)
         if prompt + answer > sum(widest[:2]):
             widest = (prompt, answer, benchmark.name)
     return widest
@@ -209,10 +196,10 @@ def _url_of(benchmark: BenchmarkConfig) -> str:
 
 
 def items_of(benchmark: BenchmarkConfig, sizes: Sizes) -> int:
-    """Items that are asked, UNKNOWN_ITEMS where that is not known."""
+    """Items that are asked, or a guess where that is not known."""
     if benchmark.is_core:
         return core_items(benchmark.limit)
-    source, rows = benchmark.source, UNKNOWN_ITEMS
+    source, rows = benchmark.source, SIZES["unknown_items"]
     if source is not None:
         size = sizes.of(source.url)
         rows = size.rows if size is not None and size.rows is not None else rows
@@ -223,14 +210,16 @@ def items_of(benchmark: BenchmarkConfig, sizes: Sizes) -> int:
 def prompt_of(benchmark: BenchmarkConfig, case: Case[S]) -> float:
     """Tokens of a written benchmark's prompt on average, with its worked examples."""
     url = _url_of(benchmark)
-    return (1 + benchmark.num_fewshot) * (case.sizes.mean_prompt(url, case.model.vocabulary) if url else PROMPT_ROOM)
+    return (1 + benchmark.num_fewshot) * (
+        case.sizes.mean_prompt(url, case.model.vocabulary) if url else SIZES["prompt_room"]
+    )
 
 
 def _row_bytes(benchmark: BenchmarkConfig, sizes: Sizes) -> float:
     if benchmark.is_core:
-        return CORE_RECORD_BYTES
+        return SIZES["core_record_bytes"]
     size = sizes.of(benchmark.source.url) if benchmark.source is not None else None
-    return size.row_bytes if size is not None else UNKNOWN_BYTES
+    return size.row_bytes if size is not None else SIZES["unknown_bytes"]
 
 
 def _tokens(case: Case[EvalStage]) -> tuple[float, list[Asked]]:
@@ -246,7 +235,7 @@ def _tokens(case: Case[EvalStage]) -> tuple[float, list[Asked]]:
             asked.append(Asked(1, items * benchmark.num_samples, case.inputs.answer_share * longest, longest))
         else:
             is_cut = "continuation" in (benchmark.form, benchmark.name)
-            text = CONTINUATION_BYTES if is_cut else _row_bytes(benchmark, case.sizes)
+            text = SIZES["continuation_bytes"] if is_cut else _row_bytes(benchmark, case.sizes)
             scored += items * (1 + benchmark.num_fewshot) * text / bytes_per_token(words)
     return scored, asked
 
@@ -282,7 +271,7 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
 
 
 def _context(model: ModelSize) -> int:
-    return min(CONTEXT, model.max_positions // 2)
+    return min(SIZES["context"], model.max_positions // 2)
 
 
 def _seconds(
@@ -296,8 +285,8 @@ def _seconds(
     rate = devices.shares.likelihood * devices.peak
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     context = _context(model)
-    seconds = EVALUATION_START_S[case.device] + case.sizes.in_memory(sources) / PARSED_BYTES_S
-    seconds += ITEM_S * sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
+    seconds = SPEEDS["evaluation_start"][case.device] + case.sizes.in_memory(sources) / SPEEDS["parsed_bytes"]
+    seconds += SPEEDS["item"] * sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
     seconds += read * model.forward_flops(context) / rate
     if samplers is not None:
         count = samplers.process.count
@@ -305,7 +294,7 @@ def _seconds(
         decoding = each.decoding_s(model, asked, context=context, at_once=max(1, samplers.at_once // count))
         if decoding is None:
             return None
-        seconds += decoding + (SGLANG_START_S if is_on_gpu and engine != "embedded" else 0.0)
+        seconds += decoding + (SPEEDS["sglang_start"] if is_on_gpu and engine != "embedded" else 0.0)
     return seconds
 
 

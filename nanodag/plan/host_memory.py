@@ -4,19 +4,17 @@
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-
-import yaml
 
 from nanodag.config.footprint import CUDA_BYTES
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import MAX_CALLS
+from nanodag.host.beside import table_beside
 from nanodag.model.architecture import cpu_layer_fits
 from nanodag.plan.stage_plan import Process
 
 MB = 1_000_000
-BYTES = {name: int(MB * size) for name, size in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()}
+BYTES = {name: int(MB * size) for name, size in table_beside(__file__).items()}
 CUDA = 3 << 30
 """Host memory of a process that uses a GPU, beside what it holds: with CUDA it maps more. Not measured."""
 PARSED = 3.0

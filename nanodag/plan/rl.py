@@ -14,17 +14,14 @@ from nanodag.config.rl_parts import RewardConfig
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import host_memory, speeds
+from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, changed
 from nanodag.plan.evaluation import PlannedSamplers, items_of, planned_samplers, prompt_of
 from nanodag.plan.host_memory import programs_of
-from nanodag.plan.sizes import Sizes, held_out_share
-from nanodag.plan.speeds import Asked, PlannedDevices, overlapped_s, weights_s
+from nanodag.plan.sizes import SIZES, Sizes, held_out_share
+from nanodag.plan.speeds import SPEEDS, Asked, PlannedDevices, overlapped_s, weights_s
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes, held_to_train, loaded_bytes
-
-TOKEN_BYTES_ON_DISK = 30
-"""Bytes of a sampled token in the rollout files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     controller = {"process": host_memory.BYTES["controller"], "data": case.sizes.held_to_read(stage.data)}
     beside = (Process(name="controller", host=controller), _rewards(case))
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
-    files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
+    files = int(steps * step.kept * SIZES["rollout_token_bytes"])
     return case.plan(
         parameters=model.total,
         tokens=int(steps * step.trained),
@@ -342,11 +339,11 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step, *, le
         return None
     is_beside = case.device == "cuda" and all(_device_of(reward) == "cpu" for reward, _ in case.judges)
     sampling = max(sampling, judging) if is_beside else sampling + judging
-    start = speeds.START_S[case.device] + case.sizes.in_memory(stage.data) / speeds.PARSED_BYTES_S
+    start = SPEEDS["start"][case.device] + case.sizes.in_memory(stage.data) / SPEEDS["parsed_bytes"]
     ahead = stage.rollout.max_staleness - (stage.rollout.partial_rollouts == "correct")
     overlaps = stage.placement == "separate" and stage.has_trainer and ahead > 0
     both = overlapped_s(sampling, training, steps) if overlaps else sampling + training
-    return start + both + steps * (speeds.RL_STEP_S[case.device] + _moving_s(case, samplers, lent))
+    return start + both + steps * (SPEEDS["rl_step"][case.device] + _moving_s(case, samplers, lent))
 
 
 def _training_s(case: Case[RLStage], step: Step) -> float | None:
@@ -390,11 +387,11 @@ def _moving_s(case: Case[RLStage], samplers: PlannedSamplers, lent: int) -> floa
     stage, weights, total = case.stage, case.stage.weights, case.model.total
     if case.device == "cpu" or not stage.has_trainer:
         return 0.0
-    seconds = 2 * lent / speeds.PCIE_BYTES_S
+    seconds = 2 * lent / SPEEDS["pcie_bytes"]
     if stage.resources.offload_optimizer == "cpu":
         learned = lora_parameters(case.model.shape, stage.lora_rank) if stage.lora_rank else total
         updates = stage.optimizer.updates_per_step * stage.optimizer.epochs_per_step
-        seconds += updates * learned / int(stage.resources.num_ranks) * speeds.HOST_ADAMW_S
+        seconds += updates * learned / int(stage.resources.num_ranks) * SPEEDS["host_adamw"]
     if stage.has_samplers:
         way = weights.sync_backend if weights.sync == "distributed" else weights.sync
         num_bytes = _sent_bytes(case)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from nanodag.config.pipeline import DataSize
 from nanodag.data.config import SourceConfig
@@ -17,30 +18,15 @@ from nanodag.data.hub import mirrored_files
 from nanodag.data.shuffle import WINDOW_BYTES
 from nanodag.data.urls import WEB, SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
+from nanodag.host.beside import table_beside
 from nanodag.plan import host_memory
 
-CHAT_TOKENS = 7
-"""Tokens that the chat template adds to a question and its answer."""
-TEMPLATE_TOKENS = 8
-"""Tokens that the chat template puts around a prompt."""
-EXTRA_INSTRUCTION = 60
-"""Tokens of an instruction that an adapter may put beside a question."""
-DENSER = 0.9
-"""Bytes a token of questions, which have numbers, as a share of those of prose."""
-PROBLEM_BYTES = 60
-"""Text of a generated problem; of ours 11 to 68."""
-GENERATED_LONGEST = 38
-"""Tokens of the longest prompt of a generator of ours or of reasoning-gym."""
-PROMPT_BYTES = 400
-"""Text of a prompt of which nothing is known."""
-STREAM_ROW_BYTES = 2500
+SIZES: dict[str, Any] = table_beside(__file__)
 CORE_CONTEXT = 1000
 """Tokens of a question of CORE with its worked examples, as the average token has them, for attention's share."""
 ENDLESS = 1 << 60
 MIRRORED_FOOTERS = 16
 HEAD_BYTES = 1 << 20
-UNPACKED = 3.5
-"""Bytes of text in a byte of a compressed file whose end lies behind its first MiB."""
 BLOCK_FORMATS = (".parquet", ".jsonl", ".ndjson", ".txt")
 
 
@@ -119,7 +105,7 @@ class Sizes:
             size = self.of(source.url)
             if size is None or size.rows is None:
                 return None
-            template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS
+            template = 1 if source.adapter == "text" or not is_chat else SIZES["chat_tokens"]
             tokens.append(size.rows * (size.row_bytes / bytes_per_token(vocabulary) + template) * share)
         return int(sum(tokens))
 
@@ -145,18 +131,18 @@ class Sizes:
     def mean_prompt(self, url: str, vocabulary: int) -> float:
         """Tokens of a source's prompt on average: a third of a row where nobody says."""
         size = self.of(url)
-        num_bytes = PROMPT_BYTES if size is None else size.prompt_bytes or size.row_bytes / 3
-        return num_bytes / (DENSER * bytes_per_token(vocabulary)) + TEMPLATE_TOKENS
+        num_bytes = SIZES["prompt_bytes"] if size is None else size.prompt_bytes or size.row_bytes / 3
+        return num_bytes / (SIZES["denser"] * bytes_per_token(vocabulary)) + SIZES["template_tokens"]
 
     def longest_prompt(self, url: str, vocabulary: int) -> int | None:
         """Tokens of a source's longest prompt; None of one that is not known."""
         if url.startswith(("python:nanodag.", "reasoning_gym:")):
-            return GENERATED_LONGEST
+            return SIZES["generated_longest"]
         size = self.of(url)
         if size is None or not size.longest_prompt_bytes:
             return None
-        tokens = int(size.longest_prompt_bytes / (DENSER * bytes_per_token(vocabulary)))
-        return tokens + TEMPLATE_TOKENS + EXTRA_INSTRUCTION
+        tokens = int(size.longest_prompt_bytes / (SIZES["denser"] * bytes_per_token(vocabulary)))
+        return tokens + SIZES["template_tokens"] + SIZES["extra_instruction"]
 
 
 def _name_of(url: SourceURL) -> tuple[str, ...]:
@@ -176,7 +162,7 @@ def _whole(url: SourceURL) -> SourceSize | None:
     rows = url.parameters.get("size", 10_000)
     if (url.kind == "python" and not url.path.startswith("nanodag.")) or not isinstance(rows, int):
         return None
-    return SourceSize(rows, PROBLEM_BYTES)
+    return SourceSize(rows, SIZES["problem_bytes"])
 
 
 @functools.cache
@@ -226,15 +212,17 @@ def _rows_of(path: Path, num_bytes: int) -> tuple[int | None, float]:
     is_lines = (Path(path.stem) if is_packed else path).suffix in (".jsonl", ".ndjson")
     is_empty = not path.stat().st_size  # what reads it says so
     if is_empty or not (is_packed or is_lines):
-        return None, STREAM_ROW_BYTES
+        return None, SIZES["stream_row_bytes"]
     with open_binary(path) as stream:
         head, is_all = stream.read(HEAD_BYTES), not stream.read(1)
-    unpacked = len(head) / path.stat().st_size if is_all else UNPACKED if is_packed else 1.0
+    unpacked = len(head) / path.stat().st_size if is_all else SIZES["unpacked"] if is_packed else 1.0
     if not is_lines:
         return 1, unpacked * num_bytes
     whole = head if is_all else head[: head.rfind(b"\n") + 1]
     texts = [_text_in(orjson.loads(line)) for line in whole.splitlines() if line.strip()]
-    return (round(unpacked * num_bytes * len(texts) / len(whole)), fmean(texts)) if texts else (None, STREAM_ROW_BYTES)
+    if not texts:
+        return None, SIZES["stream_row_bytes"]
+    return round(unpacked * num_bytes * len(texts) / len(whole)), fmean(texts)
 
 
 def _text_in(value: object) -> int:

@@ -3,20 +3,10 @@
 from nanodag.config.kinds.small_stages import MAX_SEARCHED, ImportStage, ReportStage, TokenizerStage
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula, changed
-from nanodag.plan.speeds import PARSED_BYTES_S
+from nanodag.plan.sizes import SIZES
+from nanodag.plan.speeds import SPEEDS
 from nanodag.plan.stage_plan import Process, StagePlan
 
-SHORT_S = 1.0
-"""Seconds of a worker without a model."""
-DOWNLOAD_BYTES_S = 50e6
-COPIED_BYTES_S = 500e6
-"""Bytes a second of a model that is copied and hashed."""
-LEARNED_BYTES_S = 10e6
-"""Text that the tokenizer's training takes in a second of a core."""
-SEARCHED_BYTES_S = 11e6
-"""Text that is searched for 13-grams of benchmarks in a second of a core."""
-LEAST_TEXT = 1_000_000
-"""Bytes of text from which a tokenizer is worth learning."""
 KNOWN_WORDS = 150 * host_memory.MB
 """Memory of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
 
@@ -31,7 +21,7 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
         processes=(Process(name="worker", host=held),),
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,
-        seconds=SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / PARSED_BYTES_S,
+        seconds=SPEEDS["short_stage"] + num_bytes / SPEEDS["learned_bytes"] + parsed / SPEEDS["parsed_bytes"],
     )
 
 
@@ -46,7 +36,7 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
         processes=(Process(name="worker", host={"process": host_memory.BYTES["import"]}),),
         disk_bytes=weights,
         kept_bytes=weights or 0,
-        seconds=SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
+        seconds=SPEEDS["short_stage"] + (weights or 0) / SPEEDS["downloaded_bytes" if is_far else "copied_bytes"],
         notes=() if total is not None else ("its model is not known yet",),
     )
 
@@ -58,14 +48,14 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     largest = max((sizes.in_memory([source]) for source in searched.values()), default=0)
     num_bytes = sum(min(MAX_SEARCHED, sizes.text_bytes(url)) for url in searched)
     num_bytes += sum(sizes.text_bytes(source.url) for source in stage.contamination)
-    parsed = sizes.in_memory(list(searched.values())) / PARSED_BYTES_S
+    parsed = sizes.in_memory(list(searched.values())) / SPEEDS["parsed_bytes"]
     held = {"process": host_memory.BYTES["report"], "data": int(host_memory.PARSED * largest)}
     return case.plan(
         read_bytes=num_bytes,
         processes=(Process(name="worker", host=held),),
         disk_bytes=5 * host_memory.MB,
         kept_bytes=5 * host_memory.MB,
-        seconds=SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed,
+        seconds=SPEEDS["short_stage"] + num_bytes / SPEEDS["searched_bytes"] + parsed,
     )
 
 
@@ -75,7 +65,7 @@ TOKENIZER = Formula(
     candidates=lambda case: (  # less text
         changed(case.stage, {"max_bytes": size})
         for size in (case.stage.max_bytes >> k for k in range(1, 12))
-        if size >= LEAST_TEXT
+        if size >= SIZES["least_text"]
     ),
 )
 IMPORT = Formula(plan_import)

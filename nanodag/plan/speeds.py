@@ -1,5 +1,5 @@
 """Speed of machines: FLOPs and bytes over what the machine's devices can do, times the share of it that each kind
-of work reaches. Peaks stand in nanodag.host.machine, measured of CPUs, stated of GPUs.
+of work reaches, `speeds.yaml`. Peaks stand in nanodag.host.machine, measured of CPUs, stated of GPUs.
 
 The shares of CPUs were read off runs of `pocket` and `small` on two cores, ranks that wait for one another included:
 models as small as theirs move more than they multiply, so bf16 gains less than its peak says. The shares of GPUs, and
@@ -9,8 +9,10 @@ how fast weights and states move, are what such software usually reaches; none w
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nanodag.config.model_size import ModelSize
+from nanodag.host.beside import table_beside
 from nanodag.host.machine import FP32_SHARE, Machine
 from nanodag.inference.number_formats import width_of
 from nanodag.inference.weight_bodies import largest_bucket
@@ -27,35 +29,9 @@ class PeakShares:
     decoding: float
 
 
-GPU_SHARES = {
-    "embedded": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.15),
-    **dict.fromkeys(("sglang", "vllm"), PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50)),
-}
-CPU_SHARES = {
-    "fp32": PeakShares(training=0.52, trainer=0.60, likelihood=0.65, decoding=0.70),
-    "bf16": PeakShares(training=0.37, trainer=0.45, likelihood=0.45, decoding=0.35),
-}
-START_S = {"cuda": 60.0, "cpu": 8.0}
-"""Seconds to start a worker that trains: imports, the model, the first step, which a GPU's compiles."""
-EVALUATION_START_S = {"cuda": 40.0, "cpu": 3.5}
-"""Seconds to start an evaluation."""
-SGLANG_START_S = 60.0
-"""Seconds to start SGLang's servers, once in an evaluation."""
-RL_STEP_S = {"cuda": 0.5, "cpu": 0.15}
-"""Seconds of an RL step beside sampling and training: rewards and the optimizer's step; on a CPU new weights too."""
-WEIGHTS_BYTES_S = {"disk": 0.7e9, "gloo": 1e9, "ipc": 10e9, "nccl": 20e9}
-"""Bytes a second of new weights by their way, gathering them included. disk: written by one process, read by each
-sampler. ipc: through what the samplers of a machine share with rank 0."""
-CALL_S = 0.18e-3
-"""Seconds of a call to one sampler: measured."""
-PCIE_BYTES_S = 25e9
-"""Bytes a second between a GPU and pinned memory of its host, one way."""
-HOST_ADAMW_S = 1.6e-9
-"""Seconds a parameter of an AdamW step on a GPU's host: 28 bytes of memory at 20 GB/s, and 6 over PCIe."""
-PACKED_TOKENS_S = 455_000
-"""Tokens a second of a core that the data thread packs: below what a GPU takes, it sets the pace."""
-PARSED_BYTES_S = 100e6
-"""Bytes of a JSON file that are read as a whole, in a second of a core."""
+SPEEDS: dict[str, Any] = table_beside(__file__)
+GPU_SHARES = {engine: PeakShares(**shares) for engine, shares in SPEEDS["gpu_shares"].items()}
+CPU_SHARES = {precision: PeakShares(**shares) for precision, shares in SPEEDS["cpu_shares"].items()}
 
 
 @dataclass(frozen=True)
@@ -122,10 +98,10 @@ class PlannedDevices:
 
 
 def weights_s(num_bytes: int, way: str, *, bucket_bytes: int, samplers: int) -> float:
-    """Seconds until samplers have new weights of so many bytes. way: of WEIGHTS_BYTES_S; all but `disk` go in buckets,
+    """Seconds until samplers have new weights of so many bytes. way: of weights_bytes; all but `disk` go in buckets,
     each with a call to every sampler. bucket_bytes: 0 by the model's size."""
     calls = samplers * (1 if way == "disk" else math.ceil(num_bytes / (bucket_bytes or largest_bucket(num_bytes))))
-    return num_bytes / WEIGHTS_BYTES_S[way] + calls * CALL_S
+    return num_bytes / SPEEDS["weights_bytes"][way] + calls * SPEEDS["call"]
 
 
 def overlapped_s(sampling: float, training: float, steps: int) -> float:

@@ -19,7 +19,7 @@ from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, changed
 from nanodag.plan.evaluation import plan_evaluation
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S
+from nanodag.plan.speeds import SPEEDS
 from nanodag.plan.stage_plan import Process, StagePlan
 
 COMPILED_SHARE = 0.65
@@ -169,9 +169,9 @@ def _seconds(case: Case[SupervisedStage], steps: int | None, asked: StagePlan | 
     computing = worked * flops / (shares.training * peak)
     scored = _times(stage.core_every, steps) * core_tokens(stage.core_limit, model.vocabulary)
     scoring = scored * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
-    start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
+    start = SPEEDS["start"][case.device] + case.sizes.in_memory(stage.data) / SPEEDS["parsed_bytes"]
     scoring += _times(stage.benchmarks_every, steps) * each
-    packing = tokens * stage.sequence_parallel / (int(resources.num_ranks) * PACKED_TOKENS_S)
+    packing = tokens * stage.sequence_parallel / (int(resources.num_ranks) * SPEEDS["packed_tokens"])
     return start + max(computing, packing) + scoring
 
 

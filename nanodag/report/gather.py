@@ -13,6 +13,7 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
+from nanodag.host.beside import table_beside
 from nanodag.rewards.reward import labels
 from nanodag.rl.rollouts.metrics import over_optimised, why_nothing_was_learned
 from nanodag.rl.rollouts.rollout import read_lines
@@ -24,12 +25,7 @@ NO_CLEAR = "no clear difference"
 ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
 WINDOW = 10  # steps
-# Metric of RL -> the mean of a window from which on it is said, and how.
-SHARES = {
-    "zero_spread_share": (0.8, "groups have rewards that are all alike: nothing to prefer. Change the prompts"),
-    "truncated_share": (0.25, "answers are cut at the limit. Raise rollout.max_new_tokens"),
-    "repeated_share": (0.25, "answers repeat themselves. Lower the learning rate"),
-}
+SHARES: dict[str, tuple[float, str]] = table_beside(__file__, "unusual.yaml")
 NOISE = 3.0  # standard deviations of a window's mean by which it must lie above the lowest window's
 RISE = 0.03  # share of the lowest mean, the same
 NORMAL = 0.826  # median distance of a value from the middle of its neighbours, in standard deviations

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
+from nanodag.host.beside import table_beside
 from nanodag.report import plots, tables, words
 from nanodag.report.gather import (
     NO_CLEAR,
@@ -32,7 +32,7 @@ from nanodag.run.progress import StageProgress
 from nanodag.store.run_record import ENDED_WELL
 
 MOST_SCORES = 4  # of the first tiles
-NOTES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "notes.yaml").read_text(encoding="utf-8"))
+NOTES: dict[str, str] = table_beside(__file__, "notes.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)

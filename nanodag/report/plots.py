@@ -10,8 +10,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from nanodag.host.beside import table_beside
 from nanodag.report.gather import Column, ReportedStage, benchmarks_of
 from nanodag.report.lineage import TEMPLATES
 from nanodag.report.words import is_share, shortened
@@ -19,7 +18,7 @@ from nanodag.report.words import is_share, shortened
 MAX_LINES = 6  # of a panel: as many as a page has colours (look.html.jinja)
 MAX_POINTS = 400
 LONGEST_TICK = 12  # letters
-LISTED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "panels.yaml").read_text(encoding="utf-8"))
+LISTED: dict[str, Any] = table_beside(__file__, "panels.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +54,19 @@ class Panel:
 def score_panels(columns: Sequence[Column]) -> list[Panel]:
     """Every benchmark's score with its 95 % interval, model after model."""
     ticks = [(place, shortened(column.label, LONGEST_TICK)) for place, column in enumerate(columns)]
-    panels = []
-    for benchmark in benchmarks_of(columns):
-        there = [(place, score) for place, c in enumerate(columns) if (score := c.benchmark(benchmark)) is not None]
-        scale = 100 if is_share(there[0][1]["metric"]) else 1
-        value, low, high = ([scale * score[name] for _, score in there] for name in ("value", "low", "high"))
-        title = f"{benchmark} (%)" if scale == 100 else benchmark
-        lines, intervals = {"score": ([place for place, _ in there], value)}, {"score": (low, high)}
-        panels.append(Panel(title=title, x_label="", lines=lines, marked=["score"], intervals=intervals, ticks=ticks))
-    return panels
+    return [
+        score_panel(name, {place: s for place, c in enumerate(columns) if (s := c.benchmark(name)) is not None}, ticks)
+        for name in benchmarks_of(columns)
+    ]
+
+
+def score_panel(title: str, scores: Mapping[int, Mapping[str, Any]], ticks: Sequence[tuple[float, str]]) -> Panel:
+    """A benchmark's score with its 95 % interval. scores: by their places on the horizontal axis."""
+    scale = 100 if is_share(next(iter(scores.values()))["metric"]) else 1
+    value, low, high = ([scale * score[name] for score in scores.values()] for name in ("value", "low", "high"))
+    title, lines = f"{title} (%)" if scale == 100 else title, {"score": ([*scores], value)}
+    intervals = {"score": (low, high)}
+    return Panel(title=title, x_label="", lines=lines, marked=["score"], intervals=intervals, ticks=ticks)
 
 
 def panels_of(stage: ReportedStage) -> list[Panel]:

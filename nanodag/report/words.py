@@ -1,12 +1,10 @@
 """Numbers as people read them."""
 
 import re
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.errors.words import duration, size
+from nanodag.host.beside import table_beside
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -68,7 +66,7 @@ def fenced(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-UNITS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("units.yaml").read_text(encoding="utf-8"))
+UNITS: dict[str, str] = table_beside(__file__, "units.yaml")
 
 
 def measured(name: str, number: Any, *, unit: str = "") -> tuple[str, str]:

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
-import yaml
 
 from nanodag.children.child import start_child
 from nanodag.config import Pipeline
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
+from nanodag.host.beside import table_beside
 from nanodag.host.folders import ABOVE, PRIVATE
 from nanodag.host.ports import free_port
 from nanodag.host.progress_timeout import Patience
@@ -44,9 +44,7 @@ _MAY_BE_UNDER_WAY = (
     "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
     "checkpoints when run again: nanodag server stop"
 )
-_ENVIRONMENT: dict[str, dict[str, str]] = yaml.safe_load(
-    Path(__file__).with_name("prefect.yaml").read_text(encoding="utf-8")
-)
+_ENVIRONMENT: dict[str, dict[str, str]] = table_beside(__file__, "prefect.yaml")
 _SERVER, _RESPAWN = f"{ABOVE}flows.prefect_server", "nanodag.worker.respawn"
 
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from nanodag.errors import NanodagError, StoreBusy, StoreError
+from nanodag.host.beside import table_beside
 
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 NOT_REGULAR = -2
 _TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
-_MENDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("mends.yaml").read_text(encoding="utf-8"))
+_MENDS: dict[str, str] = table_beside(__file__, "mends.yaml")
 
 
 @contextlib.contextmanager

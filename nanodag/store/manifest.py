@@ -23,13 +23,7 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def stage_key(
-    *,
-    kind: str,
-    code_version: int,
-    config: Mapping[str, Any],
-    inputs: Mapping[str, str],
-) -> str:
+def stage_key(*, kind: str, code_version: int, config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     """40 hex digits that name a stage's result.
 
     config: the result-changing part only, with the identities of the data that is read. inputs: input name -> content

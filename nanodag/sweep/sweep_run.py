@@ -3,7 +3,6 @@ begun, what the store has of it looked up at once, and concluded by its page in 
 
 import itertools
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from nanodag.host.machine import Machine
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
 from nanodag.run.derived_runs import machine_for, note_page, open_composed, page_key, publish_page
-from nanodag.run.record import Run, StageResult, pipeline_file, refuse_busy, result_of, store_of
+from nanodag.run.record import Run, StageResult, check_name, pipeline_file, refuse_busy, result_of, store_of
 from nanodag.store import canonical_json
 from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 
@@ -209,8 +208,9 @@ def begin_sweep(
     Raises ConfigError, and StoreBusy when another process that is alive runs it.
     """
     path = pipeline_file(file)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name) or name.startswith(NIGHT):
-        raise ConfigError(f"Sweep name {name!r}: use letters, digits, '.', '_' and '-', at most 80, not {NIGHT}...")
+    check_name(name)
+    if name.startswith(NIGHT):
+        raise ConfigError(f"Sweep name {name!r}: names that begin with {NIGHT!r} are those of nights.")
     store = store_of(resolve(path, preset, overrides).pipeline)
     before = store.find_run(name)
     if before is not None and before.sweep is None:

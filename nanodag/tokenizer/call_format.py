@@ -15,12 +15,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json import JSONDecoder
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from nanodag.errors import SourceError
+from nanodag.host.beside import table_beside
 
 Messages = Sequence[Mapping[str, Any]]
 # messages, whether the assistant speaks next -> their text, with PROBED declared
@@ -65,7 +63,7 @@ class _Family:
 
 
 _STANDS_FOR = {"«name»": r"(?P<name>[^\s<>\[\]{\"]+)", "«key»": r"(?P<key>[^<>\"\s]+)", "«id»": r"[^<\[\]\s]*"}
-_ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("call_formats.yaml").read_text(encoding="utf-8"))
+_ROWS: list[dict[str, Any]] = table_beside(__file__, "call_formats.yaml")
 _FAMILIES = tuple(_Family(**row) for row in _ROWS)
 
 

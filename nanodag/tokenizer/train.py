@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
+from nanodag.host.beside import table_beside
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import MetricsLog, finish, leave_stopped, load_job, stop_requested
@@ -23,7 +22,7 @@ log = logging.getLogger("nanodag.tokenizer")
 
 _DOCUMENT_CHARACTERS = 10_000  # one long document must not outweigh many short ones
 _MEASURED_BYTES = 1 << 20
-SAMPLES: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SAMPLES: dict[str, str] = table_beside(__file__)
 
 
 @dataclass

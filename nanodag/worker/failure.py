@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag import errors
 from nanodag.children.tree import how_ended
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.errors.words import counted
+from nanodag.host.beside import table_beside
 from nanodag.own_code.user_frame import is_users, place
 from nanodag.worker.job import STOPPED_EXIT_CODE
 
@@ -37,7 +36,7 @@ _EXCEPTION = re.compile(
     r"|Failed|Killed|Stopped|Interrupted))"
     r"(?:: (?P<message>.*))?"
 )
-_WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_WORDS: dict[str, Any] = table_beside(__file__)
 _LOST_RANK = re.compile("|".join(_WORDS["lost_rank"]))
 _CONSEQUENCE = re.compile("|".join([*_WORDS["lost_rank"], *_WORDS["consequence"]]))
 _RANK_SIGNAL = re.compile(r"(?P<is_first>failed \()?exitcode *: -(?P<signal>\d+)\b.*\(pid: (?P<pid>\d+)\)")

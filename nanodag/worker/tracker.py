@@ -34,11 +34,7 @@ FINISH_TIMEOUT_S = 60.0  # of all trackers of a stage together
 FOLDER = "trackers"  # in the workspace, and in the artifact's records
 REFERRING = ("wandb", "mlflow")  # trackers that have a place for the artifact's address
 _DONE = b"done"
-_QUIET = {
-    "WANDB_ERROR_REPORTING": "false",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-}
+_QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
 
 
 class TrackerProcesses:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
@@ -35,6 +34,7 @@ from nanodag.api.refusals import Refused
 from nanodag.chat.tools import DEFAULT_TOOLS, DEFINITIONS, FAILED, MAX_ROUNDS, TOOLS, call, why_not
 from nanodag.data.adapters import open_adapter
 from nanodag.errors import SourceError
+from nanodag.host.beside import table_beside
 from nanodag.store.atomic import locked, write_bytes
 
 FOLDER = Path(__file__).parent
@@ -46,7 +46,7 @@ RATED = ("pairs", "thumbs")  # in a file each, of rows that a stage of kind `pre
 RATING_ID = re.compile(r"[\w-]{1,100}", re.ASCII)
 MAX_RATED_BYTES = 32 << 20  # of a file; it is written anew for each rating
 LOCK_S = 10.0
-HEADERS: dict[str, str] = yaml.safe_load((FOLDER / "headers.yaml").read_text(encoding="utf-8"))
+HEADERS: dict[str, str] = table_beside(__file__, "headers.yaml")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 NO_FACTS: Mapping[str, Any] = {}

@@ -1,21 +1,22 @@
 """The kinds of stages, and how a kind is found by what a pipeline says as `kind`.
 
-Shipped ones are the `KINDS` of each module here. An installed package offers its own under a name, as an entry point of
-the group `nanodag.kinds`: who installs a package lets it run. Any other is named as `module:NAME`, as rewards and
-adapters are, and stands beside the pipeline file or in its trusted_modules.
+Shipped ones stand in `kinds.yaml`, their configs in the modules here. An installed package offers its own under a name,
+as an entry point of the group `nanodag.kinds`: who installs a package lets it run. Any other is named as `module:NAME`,
+as rewards and adapters are, and stands beside the pipeline file or in its trusted_modules.
 """
 
-import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 from nanodag.config.kind import Kind
 from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
+from nanodag.host.beside import table_beside
 from nanodag.own_code.find import forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.trusted_modules import Voucher, check_owner
@@ -56,9 +57,14 @@ def recorded_kind(name: str) -> Kind:
 @cache
 def shipped() -> dict[str, Kind]:
     """The kinds that come with nanodag, by name."""
-    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    kinds: list[Kind] = [kind for module in modules for kind in module.KINDS]
-    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
+    return {name: _shipped(name, **row) for name, row in table_beside(__file__, "kinds.yaml").items()}
+
+
+def _shipped(name: str, *, config: str, **fields: Any) -> Kind:
+    from nanodag.config.supervised import SupervisedKind, SupervisedStage
+
+    stage = pkgutil.resolve_name(f"{__name__}.{config}")
+    return (SupervisedKind if issubclass(stage, SupervisedStage) else Kind)(name=name, config=stage, **fields)
 
 
 @cache

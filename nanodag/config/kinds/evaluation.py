@@ -9,7 +9,6 @@ from pydantic import Field
 
 from nanodag.config.derive import CORE_LEFT_OUT, Derived
 from nanodag.config.derive_sampler import derive_evaluation
-from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, later, operational
@@ -77,7 +76,7 @@ class BenchmarkConfig(Section):
     """Of the form `verifiers`: verifiers' own options by their dotted names, such as `agent.max_turns`."""
 
     def check_settings(self) -> None:
-        if self.options and "verifiers" not in (self.form, self.name if self.form == "auto" else ""):
+        if self.options and not self.is_environment:
             raise ValueError(
                 f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
                 f"is {self.form}; leave them out, or set form: verifiers"
@@ -111,6 +110,11 @@ class BenchmarkConfig(Section):
     def is_core(self) -> bool:
         """True where it is CORE, which no form describes."""
         return "core" in (self.form, self.name)
+
+    @property
+    def is_environment(self) -> bool:
+        """True where each item is a rollout in an environment of the `verifiers` package."""
+        return "verifiers" in (self.form, self.name if self.form == "auto" else "")
 
     @property
     def wants_bundle(self) -> bool:
@@ -283,18 +287,3 @@ def asked_in_training(benchmarks: Sequence[BenchmarkConfig], **settings: Any) ->
     fields = set(BenchmarkConfig.model_fields)
     asked = [benchmark.model_dump(mode="json", include=fields) for benchmark in benchmarks]
     return EvalStage.model_validate({"kind": "eval", "benchmarks": asked, **settings}) if asked else None
-
-
-KINDS = (
-    Kind(
-        name="eval",
-        config=EvalStage,
-        module="nanodag.evaluation",
-        code_version=6,
-        makes=SCORES,
-        may_take={"model": MODEL, "baseline": SCORES},
-        is_beside=True,
-        order=80,
-        less_memory="micro_batch_tokens=2048",
-    ),
-)

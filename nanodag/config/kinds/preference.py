@@ -4,11 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nanodag.config.kind import MODEL, REWARD_MODEL
-from nanodag.config.kinds.training import OF_CONVERSATIONS
 from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.section import later
-from nanodag.config.supervised import ChatStage, SupervisedKind
+from nanodag.config.supervised import ChatStage
 from nanodag.data.records import Wanted
 
 
@@ -97,27 +95,3 @@ class RewardModelStage(ChatStage):
     def packing(self) -> dict[str, Any]:
         separator = {} if self.judges == "pairs" else {"step_separator": self.step_separator}
         return {**super().packing, "scores_ends": True, **separator}
-
-
-KINDS = (
-    SupervisedKind(
-        name="preference",
-        config=PreferenceStage,
-        code_version=1,
-        needs={"model": MODEL},
-        may_take=OF_CONVERSATIONS,
-        label="DPO",
-        order=57,
-        lower_rate="optimizer.learning_rate=1e-6",
-    ),
-    SupervisedKind(
-        name="reward_model",
-        config=RewardModelStage,
-        code_version=1,
-        makes=REWARD_MODEL,
-        needs={"model": MODEL},
-        may_take=OF_CONVERSATIONS,
-        label="RM",
-        order=56,
-    ),
-)

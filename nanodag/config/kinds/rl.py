@@ -8,7 +8,6 @@ from pydantic import Field, ValidationError
 from nanodag.config import derive
 from nanodag.config import rl_sections as sections
 from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER, derive_sampler
-from nanodag.config.kind import CONVERSATIONS, MODEL, REWARD_MODEL, Kind
 from nanodag.config.kinds.evaluation import EvalStage, asked_in_training
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
@@ -151,7 +150,7 @@ class RLStage(SampledStage, TrainedStage):
         """The stage with the trainer's precision, narrow models on a CPU in float32, and the GPUs that samplers have to
         themselves, by number. Raises ConfigError where that leaves the trainer none, or one is not there."""
         is_on_gpu, model = self.resources.device == "cuda", model_of(derived.pipeline, derived.name)
-        is_narrow = not is_on_gpu and model is not None and model.shape.width < derive.LEAST_BF16_WIDTH
+        is_narrow = not is_on_gpu and model is not None and model.shape.width < derive.NUMBERS["least_bf16_width"]
         of_optimizer, of_sampler = derived.filler(self.optimizer, "optimizer"), derived.filler(self.sampler, "sampler")
         precision, why = "fp32" if is_narrow else derived.fastest(self), "precision_rl" if is_narrow else "precision"
         of_optimizer("precision", precision, derived.why(why))
@@ -172,7 +171,7 @@ class RLStage(SampledStage, TrainedStage):
     def ranks_on_cpu(self, model: ModelSize | None, derived: derive.Derived) -> list[int]:
         """Numbers of ranks that a node without GPUs may have beside its samplers, ascending."""
         derived.note("resources.num_ranks", "ranks_rl_cpu")
-        most = min(derive.MAX_CPU_RANKS, derived.machine.cores // derive.RL_CORES_A_RANK)
+        most = min(derive.NUMBERS["max_cpu_ranks"], derived.machine.cores // derive.NUMBERS["rl_cores_a_rank"])
         return list(range(1, max(1, most) + 1))
 
     def after_ranks(self, model: ModelSize | None, derived: derive.Derived) -> Self:
@@ -218,16 +217,16 @@ class RLStage(SampledStage, TrainedStage):
         """The stage with offload, activation checkpointing, micro-batch and compilation, once its context is known."""
         device, context, machine = str(self.resources.device), int(self.sampler.context), derived.machine
         stage = derive.offloaded(self, model, True, derived)
-        optimizer, limit = self.optimizer, derive.RL_TOKENS[device]
+        optimizer, limit = self.optimizer, derive.NUMBERS[f"rl_tokens_{device}"]
         fill = derived.filler(optimizer, "optimizer")
-        least = min(derive.LEAST_TOKENS, limit) if device == "cuda" else context
+        least = min(derive.NUMBERS["least_tokens"], limit) if device == "cuda" else context
         tokens = least if optimizer.micro_batch_tokens == "auto" else int(optimizer.micro_batch_tokens)
         is_tight = derive.fitting_tokens(stage, model, derived, checkpointed=False) < max(tokens, context)
         is_checkpointed = bool(fill("activation_checkpointing", is_tight, derived.why("checkpointing")))
         most = min(limit, derive.fitting_tokens(stage, model, derived, checkpointed=is_checkpointed))
         most, why = 1 << (max(most, 1).bit_length() - 1), "micro_rl"
         if device == "cuda" and (model is None or machine.gpu is None):
-            most, why = derive.RL_TOKENS_UNKNOWN, "micro_rl_unknown"
+            most, why = derive.NUMBERS["rl_tokens_unknown"], "micro_rl_unknown"
         fill("micro_batch_tokens", max(most, context), derived.why(why, limit=f"{limit:,}"))
         is_fast = device == "cuda" or optimizer.precision == "bf16"
         fill("compile", is_fast and derive.has_compiler(device, machine), derived.why("compile_rl"))
@@ -317,32 +316,3 @@ class SelectStage(SampledStage):
         except ValueError as error:  # of what this machine makes of it
             raise ConfigError(f"stages.{derived.name}.{error}.") from error
         return self.model_copy(update={"sampler": stage.before_ranks(derived).after_ranks(model, derived).sampler})
-
-
-KINDS = (
-    Kind(
-        name="rl",
-        config=RLStage,
-        module="nanodag.rl",
-        code_version=3,
-        makes=MODEL,
-        needs={"model": MODEL},
-        may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL, "reward_model": REWARD_MODEL},
-        trains=True,
-        label="RL",
-        order=60,
-        lower_rate="learning_rate=5e-7",
-        less_memory="micro_batch_tokens=2048",
-    ),
-    Kind(
-        name="select",
-        config=SelectStage,
-        module="nanodag.select",
-        code_version=4,
-        makes=CONVERSATIONS,
-        needs={"model": MODEL},
-        may_take={"reward_model": REWARD_MODEL},
-        order=55,
-        less_memory="sampler.max_batch=16",
-    ),
-)

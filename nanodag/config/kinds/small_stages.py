@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nanodag.config.kind import MODEL, PAGE, TOKENIZER, Kind
 from nanodag.config.stage_base import ExternalInput, StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.question_form import check_effect
@@ -68,36 +67,3 @@ class ReportStage(StageBase):
     def check_settings(self) -> None:
         for source in self.contamination:
             check_effect(source, "text")
-
-
-KINDS = (
-    Kind(
-        name="tokenizer",
-        config=TokenizerStage,
-        module="nanodag.tokenizer.train",
-        makes=TOKENIZER,
-        is_on_cpu=True,
-        order=10,
-        less_memory="max_bytes=10000000",
-    ),
-    Kind(
-        name="import",
-        config=ImportStage,
-        module="nanodag.model.import_model",
-        makes=MODEL,
-        code_version=2,
-        is_on_cpu=True,
-        label="START",
-        order=20,
-    ),
-    Kind(
-        name="report",
-        config=ReportStage,
-        module="nanodag.report",
-        code_version=3,
-        makes=PAGE,
-        takes_what_exists=True,
-        is_on_cpu=True,
-        order=90,
-    ),
-)

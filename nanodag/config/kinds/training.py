@@ -5,10 +5,9 @@ from typing import Self
 from pydantic import Field
 
 from nanodag.config.derive import Derived
-from nanodag.config.kind import CONVERSATIONS, MODEL, TOKENIZER
 from nanodag.config.model_size import model_of
 from nanodag.config.stage_base import from_setting
-from nanodag.config.supervised import ChatStage, ShapeConfig, SupervisedKind, SupervisedStage
+from nanodag.config.supervised import ChatStage, ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 
 
@@ -87,21 +86,3 @@ class MidtrainStage(ChatStage):
 
 class SFTStage(ChatStage):
     """The last supervised stage."""
-
-
-OF_CONVERSATIONS = {"conversations": CONVERSATIONS}
-KINDS = (
-    SupervisedKind(
-        name="pretrain",
-        config=PretrainStage,
-        may_take={"tokenizer": TOKENIZER, "model": MODEL},  # one of them, see check_inputs
-        label="BASE",
-        order=30,
-    ),
-    SupervisedKind(
-        name="midtrain", config=MidtrainStage, needs={"model": MODEL}, may_take=OF_CONVERSATIONS, label="MID", order=40
-    ),
-    SupervisedKind(
-        name="sft", config=SFTStage, needs={"model": MODEL}, may_take=OF_CONVERSATIONS, label="SFT", order=50
-    ),
-)
