@@ -115,9 +115,7 @@ def sweep(
     name: SweepName = "",
     detach: Detach = False,
     dry_run: DryRun = False,
-    halving: Annotated[
-        int, typer.Option(metavar="N", min=0, max=10, help="End points early that are not among the best 1/N by then.")
-    ] = 0,
+    halving: Annotated[int, option("sweep.halving")] = 0,
 ) -> None:
     """Run a stage with many settings, and compare them.
 

@@ -22,13 +22,13 @@ import httpx
 import yaml
 
 from nanodag.children.child import Child, start_child
+from nanodag.engines.named_adapters import name_of_adapters
 from nanodag.errors import SamplerLost
 from nanodag.host.ports import LOOPBACK, address_towards, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.threads import in_thread
 from nanodag.inference.cache_size import token_bytes
-from nanodag.inference.client import name_of_adapters
 from nanodag.inference.engine_install import find_python
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPE_BYTES

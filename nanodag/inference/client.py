@@ -31,7 +31,6 @@ from nanodag.inference.protocol import (
     completion_from_wire,
 )
 from nanodag.inference.weight_bodies import Bucket
-from nanodag.model.headers import ADAPTER_CONFIG
 
 # Below the 5 s after which SGLang closes an idle connection: a request must not be sent into one that is closing.
 KEEPALIVE_EXPIRY_S = 2.0
@@ -67,13 +66,11 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
         context_length: int | None = None,
         token: str = "",
         is_embedded: bool = False,
-        names_adapters: bool = False,
         num_ranks: int = 1,
     ) -> None:
         """request_timeout_s: silence after which the sampler counts as lost. token: that the sampler wants to see.
-        is_embedded: its streams tell each token once; other engines repeat all so far in each event. names_adapters:
-        adapters have names there, which requests bear: of SGLang. num_ranks: processes that share its model, each a
-        member of a group of weights.
+        is_embedded: its streams tell each token once; other engines repeat all so far in each event. num_ranks:
+        processes that share its model, each a member of a group of weights.
 
         vocab_size and context_length: if given, requests are checked against them before they are sent. SGLang needs
         that: an id outside the vocabulary ends its server.
@@ -85,8 +82,8 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self.is_closed = False
-        self._is_embedded, self._names_adapters = is_embedded, names_adapters
-        self._adapters: list[str] = []  # those loaded; requests bear the last one's name
+        self._is_embedded = is_embedded
+        self.lora_path = ""  # of requests that name no adapters
         self.num_ranks = num_ranks
         self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()  # whose bodies may still come
 
@@ -116,7 +113,7 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
             return []
         for request in requests:
             self.check(request)
-        content = await self._call("POST", "/generate", _body_of(requests, self._adapters))
+        content = await self._call("POST", "/generate", _body_of(requests, self.lora_path))
         with self._understood("/generate"):
             answers = _parsed(content)
             completions = [
@@ -142,7 +139,7 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self.check(request)
         body = (
-            _body_of([request], self._adapters)
+            _body_of([request], self.lora_path)
             | {"stream": True}
             | ({"incremental": True} if self._is_embedded else {})
         )
@@ -171,27 +168,12 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
                     yield event
 
     async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool = True) -> None:
-        """Sample with the checkpoint, or the adapters, in the folder ``path`` from now on. BadRequest: the old weights
-        are kept."""
-        if self._names_adapters and (Path(path) / ADAPTER_CONFIG).is_file():
-            return await self._take_adapters(str(path), version)
+        """Sample with the checkpoint in the folder ``path`` from now on. BadRequest: the old weights are kept."""
         body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._call("POST", "/update_weights_from_disk", body)
 
     def begins_with(self, folder: Path, version: str | int) -> None:
-        """Note the weights that its server was started with."""
-        if self._names_adapters and (folder / ADAPTER_CONFIG).is_file():
-            self._adapters = [name_of_adapters(version)]
-
-    async def _take_adapters(self, path: str, version: str | int) -> None:
-        name = f"{name_of_adapters(version)}-{uuid.uuid4().hex[:8]}"  # a name is loaded once
-        await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        self._adapters.append(name)
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await self._call("POST", "/update_weight_version", body)
-        while len(self._adapters) > 1:
-            await self._call("POST", "/unload_lora_adapter", {"lora_name": self._adapters[0]})
-            del self._adapters[0]
+        """Hear of the weights that its server was started with."""
 
     async def join_weight_group(
         self, *, name: str, port: int, rank: int, size: int, address: str = "127.0.0.1", backend: str = "gloo"
@@ -397,13 +379,8 @@ def _numbers(value: Any) -> list[float]:
     return list(value.values()) if isinstance(value, dict) else [float(value or 0.0)]
 
 
-def name_of_adapters(version: str | int) -> str:
-    """SGLang's name of a policy's adapters of a version."""
-    return f"policy-{version}"
-
-
-def _body_of(requests: Sequence[Request], adapters: Sequence[str]) -> dict[str, Any]:
-    """One prompt stands by itself, several as lists. adapters: names, of which requests that have none get the last."""
+def _body_of(requests: Sequence[Request], lora_path: str) -> dict[str, Any]:
+    """One prompt stands by itself, several as lists. lora_path: of requests that name none."""
     return_logprobs = [request.return_logprob for request in requests]
     body: dict[str, Any] = {
         "input_ids": [list(request.input_ids) for request in requests],
@@ -416,7 +393,7 @@ def _body_of(requests: Sequence[Request], adapters: Sequence[str]) -> dict[str, 
         body["top_logprobs_num"] = [request.top_logprobs for request in requests]
     if any(request.rid is not None for request in requests):
         body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
-    lora_path = requests[0].lora_path or next(reversed(adapters), "")
+    lora_path = requests[0].lora_path or lora_path
     routes: dict[str, Any] = {"lora_path": lora_path} if lora_path else {}
     if any(request.return_routed_experts for request in requests):
         routes["return_routed_experts"] = True

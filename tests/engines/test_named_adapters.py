@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from nanodag.engines.named_adapters import NamedAdapters
 from nanodag.errors import BadRequest
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
 from tests.engines.foreign import Foreign
 
@@ -53,7 +53,7 @@ def adapters(tmp_path):
 
 
 def client_of(server):
-    return SamplerClient(server.url, names_adapters=True)
+    return NamedAdapters(server.url)
 
 
 ASK = [Request(input_ids=[1], params=SamplingParams(max_new_tokens=1))]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
+from nanodag.engines.named_adapters import NamedAdapters
 from nanodag.engines.start import SHIM
 from nanodag.host.folders import PROJECT
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.sglang_options import NOT_TAKEN, OWN_OPTIONS
 from nanodag.inference.weight_bodies import Bucket
 from nanodag.sampler.shared_tensors import CUDA_DEVICE, share
@@ -32,7 +32,7 @@ VALUES = {name: tensor.tolist() for name, tensor in TENSORS.items()}
 GPU = "GPU-6f1a"
 
 
-class Noted(SamplerClient):
+class Noted(NamedAdapters):
     """A client that notes what it would send."""
 
     async def _call(self, method, path, body=None):
@@ -40,8 +40,8 @@ class Noted(SamplerClient):
         return b"{}"
 
 
-async def sent_by(call, **options):
-    client = Noted("http://127.0.0.1:1", **options)
+async def sent_by(call):
+    client = Noted("http://127.0.0.1:1")
     client.sent = []
     await call(client)
     return client.sent
@@ -77,7 +77,7 @@ async def test_every_call_has_a_form_of_sglangs(ask, tmp_path):
             await client.update_weights_from_disk(str(tmp_path), version)
 
     (tmp_path / "adapter_config.json").write_text("{}")
-    sent = await sent_by(call, names_adapters=True)
+    sent = await sent_by(call)
     assert len(sent) == 8 and sent[-1] == ["/unload_lora_adapter", {"lora_name": sent[3][1]["lora_name"]}]
     for path, body in sent:
         assert ask(path, body) is True, path
@@ -143,7 +143,9 @@ def test_every_path_is_a_post_of_sglangs_server():
     posts = {
         argument.value
         for node in ast.walk(source_of("srt/entrypoints/http_server.py"))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "post"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("post", "api_route")
         for argument in node.args
         if isinstance(argument, ast.Constant)
     }

@@ -19,6 +19,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.engines.external import ExternalServers, Needed
 from nanodag.engines.fleet import Fleet
+from nanodag.engines.named_adapters import NamedAdapters
 from nanodag.engines.sampler_node import SamplerNode
 from nanodag.engines.start import ServerProcess, cache_tokens, start_engine, start_engines
 from nanodag.errors import ConfigError
@@ -333,13 +334,13 @@ class Services:
         )
 
     def _connect(self, url: str, token: str | None = None) -> SamplerClient:
-        return SamplerClient(
+        is_named = self._gives_adapters and self._config.sampler.engine == "sglang"
+        return (NamedAdapters if is_named else SamplerClient)(
             url,
             token=self._token if token is None else token,
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
-            names_adapters=self._gives_adapters and self._config.sampler.engine == "sglang",
             num_ranks=self._config.sampler.tensor_parallel if token is None else 1,
         )
 
