@@ -67,7 +67,7 @@ def test_presets_of_the_file_are_offered(offered, tmp_path):
 
 def test_settings_are_offered_by_long_and_short_names(offered):
     found = offered("run", "pretrain.opt")
-    assert "pretrain.optimizer.learning_rate=" in found and len(found) == 11
+    assert "pretrain.optimizer.learning_rate=" in found and len(found) == 12
     assert all(name.startswith("pretrain.optimizer.") for name in found)
     assert {"rl.clip_high=", "rl.clip_low="} < set(offered("run", "seed=1", "rl.cl"))
     assert "rl.algorithm.critic.gamma=" in offered("config", "rl.algorithm.critic.")

@@ -92,7 +92,7 @@ def test_diff_shows_what_is_not_the_same(store, chain, model, nanodag):
     assert ["sft:", "file:y", '"1"', '"2"'] in rows
     assert ["sft.loss", "1.5", "1.25", "-0.25"] in rows
     assert not any(row[:1] == ["pretrain.loss"] for row in rows)
-    nanodag("diff first second --all", "\n  pretrain.loss ")
+    nanodag("diff first second --all", "\npretrain.loss ")
     nanodag("diff first third", code=1)
 
 
