@@ -211,7 +211,10 @@ def rank_room(stage: TrainedStage, machine: Machine, ranks_here: int) -> int:
 
 def state_of(stage: TrainedStage, model: ModelSize, *, num_ranks: int, is_critic: bool = False) -> footprint.TrainState:
     """Memory of a rank for the model that a stage trains, or for its critic, which has no adapters."""
-    rank = 0 if is_critic else stage.lora_rank
+    rank, matrix_bytes = 0 if is_critic else stage.lora_rank, 0.0
+    if rank and stage.lora_base == "nf4" and model.active_mlp_width is None:  # experts in one tensor stay whole
+        kept = 0 if stage.trainer.activation_checkpointing is True else width_of(stage.trainer.precision)
+        matrix_bytes = footprint.FOUR_BITS + kept  # each layer's whole matrices, for the backward pass
     return footprint.train_state(
         model.parameters,
         precision=stage.trainer.precision,
@@ -222,7 +225,7 @@ def state_of(stage: TrainedStage, model: ModelSize, *, num_ranks: int, is_critic
         offload_optimizer=stage.resources.offload_optimizer == "cpu",
         offload_param=stage.resources.offload_param == "cpu",
         trained=footprint.lora_parameters(model.shape, rank) if rank else None,
-        in_four_bits=bool(rank) and stage.lora_base == "nf4",
+        matrix_bytes=matrix_bytes,
     )
 
 

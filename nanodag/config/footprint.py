@@ -64,10 +64,10 @@ def train_state(
     offload_optimizer: bool = False,
     offload_param: bool = False,
     trained: int | None = None,
-    in_four_bits: bool = False,
+    matrix_bytes: float = 0.0,
 ) -> TrainState:
     """A rank's share of a model under training. parameters: as of `num_parameters`. trained: how many get gradients
-    (LoRA's adapters); all unless given. in_four_bits: what the matrices below them are held in.
+    (LoRA's adapters); all unless given. matrix_bytes: of a weight in the matrices below them, 0 for whole ones.
 
     Master weights and the optimizer's states are float32. What DeepSpeed holds beside them differs by stage and
     precision:
@@ -86,7 +86,7 @@ def train_state(
     traits = optimizer_named(optimizer)
     master = FLOAT * learned if bf16 or zero_stage else 0
     states = -(-(master + FLOAT * num_states(parameters, optimizer, learned)) // shard)
-    weights = wide * (total + extra) - int((wide - FOUR_BITS) * parameters["matrices"] if in_four_bits else 0)
+    weights = wide * (total + extra) + int(((matrix_bytes or wide) - wide) * parameters["matrices"])
     bucket = min(learned, BUCKET_ELEMENTS)
     reserved = BUCKET_ELEMENTS if device == "cuda" else bucket  # a CPU's memory is taken when it is written
     if zero_stage == 0:

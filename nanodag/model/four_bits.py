@@ -5,6 +5,7 @@ model in any precision holds the same weights; they are not quantized again.
 """
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,7 +33,13 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def restored(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The weight, (shape), that `quantized` made these of."""
-    values = torch.tensor(VALUES, device=codes.device)
-    pairs = torch.stack([codes >> 4, codes & 15], 1).int()
-    flat = (values[pairs].view(-1, BLOCK) * scales.float()[:, None]).flatten()
-    return flat[: math.prod(shape)].view(shape).to(dtype)
+    blocks = _pairs(codes.device)[codes.int()].view(-1, BLOCK)
+    blocks.mul_(scales.float()[:, None])
+    return blocks.flatten()[: math.prod(shape)].view(shape).to(dtype)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Values of the two codes in each byte, (256, 2) float32."""
+    values = torch.tensor(VALUES, device=device)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)

@@ -90,14 +90,15 @@ class Checks:
             hostfile = os.path.expandvars(self._pipeline.cluster.hostfile)
             if "$" not in hostfile:  # else it is known where the stage runs, and not here
                 self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
+        code = self._pipeline.stages[began_at(self._pipeline, name)].known_code
         if getattr(stage, "precision", "") == "fp8":
-            began = stage
-            while "model" in began.inputs:
-                began = self._pipeline.stages[began.inputs["model"]]
-            if began.known_code:
-                self._noted.append((f"{name}.precision", f"fp8 is of our decoder, not of {began.known_code}; say bf16"))
+            if code:
+                self._noted.append((f"{name}.precision", f"fp8 is of our decoder, not of {code}; set it to bf16"))
             if not self._only_names and file_of("torchao") is None:
                 self._noted.append((f"{name}.precision", "torchao is not installed; run: pip install 'nanodag[fp8]'"))
+        takes_names = stage.guest is not None and stage.guest.engine == "sglang"
+        if code and takes_names and getattr(getattr(stage, "weights", None), "lora_sync", "") == "adapter":
+            self._noted.append((f"{name}.weights.lora_sync", f"SGLang takes no adapters of {code}; set it to merged"))
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))

@@ -18,7 +18,7 @@ from nanodag.run.record import Run, StageResult
 from nanodag.sweep.sweep_page import TELLING
 from nanodag.sweep.sweep_run import Sweep
 
-WAY = 10_000  # steps that the pruner counts in a point's way, however many it has
+FIRST = 1000  # steps that the pruner counts up to the first look, however many a point has
 MOST = 10
 
 
@@ -59,7 +59,7 @@ class Halving:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=WAY // keep**2, reduction_factor=keep)
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=FIRST, reduction_factor=keep)
         study, self._keep, self._lock = optuna.create_study(pruner=pruner), keep, Lock()
         stages = {name: run.pipeline.stages[name] for name in (point.stages[sweep.stage] for point in sweep.points)}
         self._metrics = {name: metrics_of(stage) for name, stage in stages.items()}
@@ -67,7 +67,6 @@ class Halving:
         self.ended: dict[str, str] = {}
         lines = [line for name, stage in stages.items() for line in _earlier(run, name, stage, results)]
         for _, name, line in sorted(lines, key=lambda line: line[0]):
-            self.ended.pop(name, None)  # it went on then
             with suppress(StageStopped):
                 self(name, line)
         for name in results:
@@ -84,9 +83,10 @@ class Halving:
         with self._lock:
             if not self._reached[stage] < done < 1:
                 return
-            self._reached[stage], trial = done, self._trials[stage]
+            self._reached[stage], trial, way = done, self._trials[stage], FIRST * self._keep**2
+            self.ended.pop(stage, None)  # in an earlier try it went on
             is_better_up = metrics.get("higher_is_better", TELLING.get(name))
-            trial.report(-value if is_better_up else value, math.ceil(WAY * done))
+            trial.report(-value if is_better_up else value, min(way - 1, math.ceil(way * done)))
             if trial.should_prune():
                 self.ended[stage] = reason = (
                     f"ended early, {done:.0%} of its way: its {name.replace('_', ' ')} of {value:.4g} was not among "

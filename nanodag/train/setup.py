@@ -146,7 +146,8 @@ class PreparedStage:
             scale, source = optimizer.lora_alpha / max(optimizer.lora_rank, 1), self.job.inputs.get("model")
             tensors = dict(merged(weights.items(), scale=scale))
             save(folder, tensors, tokenizer=self.tokenizer_path, source=source, model=self.model)
-            save_adapter(folder / ADAPTER, weights, alpha=optimizer.lora_alpha, dtype=torch.float32)
+            if self.config.lora_base == "whole":  # else they are of no base that anybody has
+                save_adapter(folder / ADAPTER, weights, alpha=optimizer.lora_alpha, dtype=torch.float32)
             if optimizer.lora_save == "adapter" and not whole:
                 leave_adapter(folder, base=self.job.context.get("bases", {}).get("model", {}))
         self.engine.barrier()
@@ -304,6 +305,7 @@ class Data:
         weights = {path.name: file_sha256(path) for path in (model / "config.json", *weight_files(model))}
         arguments = {name: self._arguments[name] for name in ("batch_rows", "world", "too_long")}
         recipe = {**self._recipe(config.data), **arguments, "weights": weights, "precision": config.precision}
+        recipe |= {"lora_base": config.lora_base} if config.lora_base != "whole" else {}
 
         def make() -> dict[int, tuple[float, float]]:
             log.info("Scoring all pairs with the weights that the stage begins with.")

@@ -29,7 +29,7 @@ def state(precision, zero_stage, num_ranks=1, **options):
     (state("bf16", 3, 4), {"weights": 500 + 2000}),  # at rest they are spread
     (state("bf16", 1, trained=10), {"optimizer": 120}),  # adapters alone have moments
     # of 600 in matrices, half a byte and a 16th for scales
-    (state("bf16", 1, trained=10, in_four_bits=True), {"weights": 2 * 410 + 338}),
+    (state("bf16", 1, trained=10, matrix_bytes=0.5625), {"weights": 2 * 410 + 338}),
     # half of the states, half of the gradients and a pinned copy of these, in host memory
     (state("bf16", 3, 2, offload_optimizer=True), {"optimizer": 0, "host": 12_000 // 2 + 2 * 4000 // 2}),
 ])  # fmt: skip

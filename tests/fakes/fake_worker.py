@@ -67,6 +67,7 @@ def main() -> None:
         if order(job.name).startswith("measure"):
             loss = float(order(job.name).split()[1])
             log.write(step, total=NUM_STEPS, event="eval", validation_loss=loss)
+            log.write(step, total=NUM_STEPS, event="sample", prompt="p", text="t")  # as a real one, behind it
             until = time.monotonic() + (step == 2)
             while time.monotonic() < until and not stop_requested():
                 time.sleep(0.01)

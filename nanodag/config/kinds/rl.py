@@ -200,7 +200,7 @@ class RLStage(SampledStage, TrainedStage):
         sampler = self.sampler
         if model is None or machine.gpu is None or self.resources.device != "cuda":
             return False
-        if sampler.engine == "vllm" or (sampler.engine == "sglang" and self.weights.lora_sync == "adapter"):
+        if sampler.engine == "vllm" or (sampler.engine != "embedded" and self.weights.lora_sync == "adapter"):
             return False  # they keep their memory
         if self.resources.offload_optimizer != "auto" or sampler.nodes or sampler.gpus != () or sampler.has_others:
             return False
