@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import httpx
-import yaml
 
 from nanodag.children.child import Child, start_child
 from nanodag.engines.named_adapters import name_of_adapters
 from nanodag.errors import SamplerLost
+from nanodag.host.beside import table_beside
 from nanodag.host.ports import LOOPBACK, address_towards, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
 from nanodag.host.progress_timeout import Patience
@@ -44,7 +44,7 @@ POLL_S = 0.02
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # that our decoder adapts
 EVERYWHERE, SOMEWHERE = "0.0.0.0", "192.0.2.1"  # an address that no machine has (RFC 5737): the way to it leads out
 SHIM, VLLM = (Path(__file__).with_name(f"{name}.py") for name in ("sglang_shim", "vllm_server"))
-GIVEN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+GIVEN = table_beside(__file__)
 CONTEXT_RESERVE = 8
 """Tokens of its context that SGLang keeps from a request. Requests are checked before they are sent."""
 

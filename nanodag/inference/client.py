@@ -138,11 +138,8 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self.check(request)
-        body = (
-            _body_of([request], self.lora_path)
-            | {"stream": True}
-            | ({"incremental": True} if self._is_embedded else {})
-        )
+        body = _body_of([request], self.lora_path) | {"stream": True}
+        body |= {"incremental": True} if self._is_embedded else {}
         so_far: Completion | None = None
         with self._reached("/generate"):
             async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:

@@ -27,7 +27,7 @@ class EngineSettings(BaseModel):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
     model: Path = Path()
     base: Path | None = None
-    """The model of adapters, for embedded and vLLM; `model` may then be a folder of them. None: `model`."""
+    """The model of adapters; `model` may then be a folder of them. None: `model`."""
     adapters: Mapping[str, Path] = {}
     """Folders of peft's format over `model`, by the names that requests give: for vLLM."""
     lora_rank: int = 0

@@ -1,15 +1,13 @@
 """Options of SGLang's server as the config passes them through, and what it does not compute."""
 
 from collections.abc import Mapping
-from pathlib import Path
-
-import yaml
 
 from nanodag.errors import ConfigError
+from nanodag.host.beside import table_beside
 
 Option = bool | int | float | str
 
-_NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_NAMES = table_beside(__file__)
 OWN_OPTIONS, ONLY_FIELDS = frozenset(_NAMES["own"]), frozenset(_NAMES["fields"])
 NOT_TAKEN: Mapping[str, str] = _NAMES["not_taken"]
 

@@ -51,9 +51,12 @@ class QuantizedBase(LowRank):
         return quantized(weight)
 
     def forward(self, codes: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
-        return merge(
-            restored(codes, scales, (len(self.up), self.down.shape[1]), self.down.dtype), self.down, self.up, self.scale
-        )
+        return merge(base_of(codes, scales, self.down, self.up), self.down, self.up, self.scale)
+
+
+def base_of(codes: Tensor, scales: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """The weight in 4 bits below adapters, whole and in their precision."""
+    return restored(codes, scales, (len(up), down.shape[1]), down.dtype)
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -106,9 +109,8 @@ def merged(weights: Iterable[tuple[str, Tensor]], *, scale: float) -> Iterator[t
         held[part.removeprefix("0.")] = tensor.clone()
         if len(held) == (4 if "original0" in held else 3):
             down, up = held["down"], held["up"]
-            if "original0" in held:
-                held["original"] = restored(held["original0"], held["original1"], (len(up), down.shape[1]), down.dtype)
-            yield f"{layer}.weight", merge(held["original"], down, up, scale)
+            base = held["original"] if "original" in held else base_of(held["original0"], held["original1"], down, up)
+            yield f"{layer}.weight", merge(base, down, up, scale)
             held = {}
     assert not held
 

@@ -83,16 +83,16 @@ class Halving:
         with self._lock:
             if not self._reached[stage] < done < 1:
                 return
-            self._reached[stage], trial, way = done, self._trials[stage], FIRST * self._keep**2
+            self._reached[stage], trial, whole = done, self._trials[stage], FIRST * self._keep**2
             self.ended.pop(stage, None)  # in an earlier try it went on
             is_better_up = metrics.get("higher_is_better", TELLING.get(name))
-            trial.report(-value if is_better_up else value, min(way - 1, math.ceil(way * done)))
+            trial.report(-value if is_better_up else value, min(whole - 1, math.ceil(whole * done)))
             if trial.should_prune():
                 self.ended[stage] = reason = (
                     f"ended early, {done:.0%} of its way: its {name.replace('_', ' ')} of {value:.4g} was not among "
-                    f"the best 1/{self._keep} of the points that came so far"
+                    f"the best 1/{self._keep} of the points that came so far; a sweep without --halving goes on with it"
                 )
-                raise StageStopped(f"Stage {stage} {reason}. nanodag sweep without --halving goes on with it.")
+                raise StageStopped(reason)  # as the record has it, so that the page stays the same on a resume
 
     def left(self, run: Run) -> list[str]:
         """Stages to do of a run that are not ended, and need none that is."""

@@ -155,10 +155,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
     costs = {row.artifact.key: row.artifact.cost for row in rows if row.artifact is not None}  # points may share one
     seconds = sum(float(cost.get("seconds", 0.0)) for cost in costs.values())
     cards = [
-        Cell(
-            text=str(len(rows)),
-            detail=", ".join(["points", *ends]),
-        ),
+        Cell(text=str(len(rows)), detail=", ".join(["points", *ends])),
         Cell(text=duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
         Cell(text=str(len(sweep.pipeline.stages)), detail="stages, those that points share counted once"),
     ]
@@ -174,9 +171,8 @@ def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metric
         options = [Cell(text=values.get(name, "")) for name in names]
         scores = [_score_cell(row.scores.get(label)) for label in labels]
         numbers = [Cell(text=f"{row.metrics[m]:.4g}" if m in row.metrics else "") for m in metrics]
-        state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else Cell(text="failed", tone="bad")
-        if row.early:
-            state = Cell(text="ended early", detail=row.early)
+        missing = Cell(text=row.early) if row.early else Cell(text="failed", tone="bad")
+        state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else missing
         body.append([Cell(text=str(row.point.number)), *options, *scores, *numbers, state])
     headers = ["point", *sweep.names, *labels, *(metric.replace("_", " ") for metric in metrics), "key"]
     first = 1 + len(sweep.names)

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import deepspeed
 import deepspeed.ops
 import torch
-import yaml
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -34,6 +33,7 @@ from nanodag.config.section import Precision
 from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
+from nanodag.host.beside import table_beside
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.number_formats import DTYPES
 from nanodag.train.checkpoint import key, saved_state, write_state
@@ -408,7 +408,7 @@ def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
 
 
 def _deepspeed_config(zero_stage: int, precision: Precision, device: str, offload: Resources | None) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    config: dict[str, Any] = table_beside(__file__)
     config["zero_optimization"]["stage"] = zero_stage
     for name in ("offload_optimizer", "offload_param"):
         if offload is not None and getattr(offload, name) == "cpu":

@@ -237,9 +237,8 @@ class Services:
         as in checkpoints, where experts lie apart, and are not asked for their fingerprints in their own layout."""
         is_class = read_checkpoint(self._job.inputs["model"]).architecture.model_code == "transformers"
         needs: dict[str, Any] = {"sync": "disk", "sync_check_every": 0}
-        needs |= (
-            {"lora_sync": "merged"} if self._config.sampler.engine == "sglang" else {}
-        )  # it is told our layers' names
+        if self._config.sampler.engine == "sglang":
+            needs["lora_sync"] = "merged"  # it is told which of our decoder's matrices have adapters
         for setting, needed in needs.items():
             found = getattr(self._config.weights, setting)
             if is_class and found != needed:

@@ -5,12 +5,10 @@ import operator
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanodag.config.rl_parts import GenerateConfig
+from nanodag.host.beside import table_beside
 from nanodag.host.processor import usable_cores
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry
@@ -22,7 +20,7 @@ CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is c
 
 
 # What a policy is told of the tool of an entry, by the entry's name: a tool with one text, in OpenAI's form.
-TOOLS: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+TOOLS: Mapping[str, Mapping[str, Any]] = table_beside(__file__)
 
 
 def declared_tools(generate: GenerateConfig) -> tuple[Mapping[str, Any], ...]:
