@@ -14,13 +14,15 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.rl_parts import EntryConfig, GenerateConfig
 from nanodag.config.section import found_in
-from nanodag.data import lists, spelling
+from nanodag.data import lists, picture_problems, spelling
 from nanodag.data.config import SourceConfig
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
 from nanodag.own_code.trusted_modules import Voucher
 
-SHIPPED = frozenset(f"{module.__name__}:{name}" for module in (lists, spelling) for name in module.GENERATORS)
+SHIPPED = frozenset(
+    f"{module.__name__}:{name}" for module in (lists, picture_problems, spelling) for name in module.GENERATORS
+)
 
 
 def check_trust(pipeline: Pipeline, file: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 from nanodag.data.records import Kind
 from nanodag.host.beside import table_beside
+from nanodag.host.images import keep_value
 
 Adapt = Callable[..., dict[str, Any]]
 ENTRIES: dict[tuple[str, Kind], Adapt] = {}
+_IMAGES = ("image", "image_url")  # types of a part, and names of what it holds
 _HUB_NAMES: dict[str, list[str]] = table_beside(__file__, "hub_names.yaml")
 DEFAULTS = {hub_name: adapter for adapter, names in _HUB_NAMES.items() for hub_name in names}
 
@@ -29,11 +31,11 @@ def entry(name: str, kind: Kind) -> Callable[[Adapt], Adapt]:
     return register
 
 
-def _chat(question: str, answer: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def _chat(question: Any, answer: str | Sequence[Mapping[str, str]]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def _prompt(question: str, answer: str, reward: str, **metadata: Any) -> dict[str, Any]:
+def _prompt(question: Any, answer: str, reward: str, **metadata: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": question}]
     return {"messages": messages, "answer": answer, "reward": reward, "metadata": metadata}
 
@@ -49,11 +51,33 @@ def text(row: Mapping[str, Any]) -> dict[str, Any]:
 def messages(row: Mapping[str, Any], tools: bool = True) -> dict[str, Any]:
     """Column `messages` in OpenAI's form, with calls and their results. `train: false` or `weight: 0` on a message:
     what it says is not learned. Column `tools`, a list or its JSON: what the template declares; tools: false leaves it
-    out. Other keys of a message are left out."""
+    out. Images: in the parts, or in column `images` or `image`. Other keys of a message are left out."""
     declared = row.get("tools") if tools else None
     declared = json.loads(declared) if isinstance(declared, str) else declared
-    made = {"messages": [_message(message) for message in row["messages"]]}
+    made = {"messages": [_message(message) for message in _with_images(row)]}
     return {**made, "tools": _without_none(declared)} if declared else made
+
+
+def _with_images(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A row's messages, their images kept by digest: what a part holds, else the next of the row's images."""
+    images = list(row.get("images") or [image for image in [row.get("image")] if image is not None])
+
+    def kept(part: Mapping[str, Any]) -> dict[str, str]:
+        if part["type"] not in _IMAGES:
+            return {"type": "text", "text": part["text"]}
+        held = [part[name] for name in _IMAGES if part.get(name) is not None] or images
+        if not held:
+            raise ValueError("its messages have places for more images than it has")
+        return {"type": "image", "image": keep_value(held.pop(0))}
+
+    turns = []
+    for message in row["messages"]:
+        content = message.get("content")
+        has_images = isinstance(content, list | tuple) and any(part["type"] in _IMAGES for part in content)
+        turns.append({**message, "content": list(map(kept, content))} if has_images else message)
+    if images:
+        raise ValueError(f"{len(images)} of its images have no place: a part of the type image in a message")
+    return turns
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +121,9 @@ def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @entry("prompt", "prompt")
 def prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows that are prompts already, `messages` or a string `prompt`, with answer, and maybe reward and metadata."""
-    turns = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    """Rows that are prompts already, `messages` or a string `prompt`, with answer, and maybe reward and metadata.
+    Images as in conversations."""
+    turns = _with_images(row) if "messages" in row else [{"role": "user", "content": row["prompt"]}]
     made = {"messages": list(turns), "answer": str(row["answer"]), "reward": row.get("reward", "exact")}
     if "prompt_id" in row:
         made["prompt_id"] = str(row["prompt_id"])
@@ -166,9 +191,15 @@ def _turns(value: str | Sequence[Mapping[str, Any]], role: str, *, is_transcript
     return [{"role": roles[who], "content": said} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
-entry("problem", "conversation")(lambda row: _chat(row["question"], str(row["answer"])))
+entry("problem", "conversation")(lambda row: _chat(_asked(row), str(row["answer"])))
 # The answer is compared exactly, or as column `reward` says.
-entry("problem", "prompt")(lambda row: _prompt(row["question"], str(row["answer"]), row.get("reward", "exact")))
+entry("problem", "prompt")(lambda row: _prompt(_asked(row), str(row["answer"]), row.get("reward", "exact")))
+
+
+def _asked(row: Mapping[str, Any]) -> Any:
+    """The question, behind the row's images."""
+    images = [{"type": "image", "image": keep_value(image)} for image in row.get("images") or ()]
+    return [*images, {"type": "text", "text": row["question"]}] if images else row["question"]
 
 
 _CALCULATION = re.compile(r"<<([^<>=]*)=([^<>]*)>>")

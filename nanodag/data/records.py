@@ -2,7 +2,8 @@
 
 document:      {"text": str}
 conversation:  {"messages": [{"role", "content"}, ...]}; roles system, user, assistant, tool. Content is a string, or
-               for the assistant a list of parts {"type": "text" | "tool_call" | "tool_result", "text": str}. A message
+               for the assistant a list of parts {"type": "text" | "tool_call" | "tool_result", "text": str}, for a user
+               or tool of {"type": "text", "text"} and {"type": "image", "image": digest}. A message
                may have `tool_calls` in OpenAI's form, arguments as objects, and `train: False`, which takes its loss
                away. "tools": functions that are declared, in OpenAI's form; may be missing.
 prompt:        {"prompt_id": str, "messages": [...], "answer": str, "reward": str, "metadata": dict}; for RL.
@@ -79,17 +80,25 @@ def _check_message(message: Any) -> None:
     content = message["content"]
     if isinstance(content, str):
         return
-    if message["role"] != "assistant" or not isinstance(content, list | tuple):
+    if message["role"] == "system" or not isinstance(content, list | tuple):
         raise SourceError(f"The content of a {message['role']} message must be a string; found {content!r:.80}.")
+    types = PART_TYPES if message["role"] == "assistant" else ("text", "image")
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in PART_TYPES or not isinstance(part.get("text"), str):
-            raise SourceError(f"A part is {{type: {' | '.join(PART_TYPES)}, text}}; found {part!r:.80}.")
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in types or not isinstance(part.get("image" if kind == "image" else "text"), str):
+            raise SourceError(
+                f"A part of the {message['role']} is {{type: {' | '.join(types)}, ...}}; found {part!r:.80}."
+            )
 
 
 def message_text(message: Mapping[str, Any]) -> str:
     """The text of one message, its parts and calls joined."""
     content = message["content"]
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    text = (
+        content
+        if isinstance(content, str)
+        else "".join(part["text" if "text" in part else "image"] for part in content)
+    )
     return text + "".join(json.dumps(call["function"]) for call in message.get("tool_calls", ()))
 
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from nanodag.errors import BadRequest
+from nanodag.host.images import words_in
 from nanodag.inference.sglang_options import ONLY_FIELDS
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -142,15 +143,16 @@ class Completion:
     routed_experts: str = ""
 
 
-def check_request(request: Request, *, vocab_size: int, context_length: int) -> None:
-    """Raise BadRequest if no sampler of this vocabulary and context can serve the request.
+def check_request(request: Request, *, vocab_size: int, context_length: int, takes_images: bool = True) -> None:
+    """Raise BadRequest if no sampler of this vocabulary and context can serve the request. takes_images: False where
+    it is known that ids may not spell images.
 
     A trainer checks before it sends: an id outside the vocabulary ends a whole SGLang server.
     """
     ids, params = request.input_ids, request.params
     if not len(ids):
         raise BadRequest("the prompt is empty: give at least one token id")
-    lowest, highest = min(ids), max(ids)
+    lowest, highest = min(ids), max(words_in(ids) if takes_images else ids, default=0)
     if lowest < 0 or highest >= vocab_size:
         raise BadRequest(f"token id {lowest if lowest < 0 else highest} is outside the vocabulary of {vocab_size}")
     num_new = params.max_new_tokens if params.max_new_tokens is not None else 1

@@ -268,6 +268,7 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
 def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
     """Sizes of a model of any type; what else it has is known to transformers' class of that type."""
     model_type = config.get("model_type")
+    config = {**config, **(config.get("text_config") or {})}  # of a model that reads images
     if config.get("quantization_config"):
         raise BadRequest(f"quantization_config in {source}: quantised weights are not trained or sampled here")
     if config.get("auto_map") and not isinstance(model_type, str):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.host.images import SETTINGS_FILES
 from nanodag.model.architecture import read_checkpoint, read_json, write_json
 from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
@@ -33,6 +34,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    *SETTINGS_FILES,
 )
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 

@@ -17,7 +17,7 @@ from nanodag.model.headers import ADAPTER_CONFIG
 WANTED = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken"),
-    *("chat_template.*", "LICENSE*", "README.md", ADAPTER_CONFIG),
+    *("chat_template.*", "*processor_config.json", "LICENSE*", "README.md", ADAPTER_CONFIG),
 )
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.model.headers import ADAPTER_CONFIG
+from nanodag.model.pictures import Pictures, takes_images
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,12 @@ class LoadedClass:
     weight, `capped`."""
 
     whole: Any
+    pictures: Pictures | None = None  # of a model that reads images
 
     @cached_property
     def body(self) -> Callable[..., Any]:
         """The decoder below the head: token ids, and maybe a cache, to the last hidden states."""
-        found = self.whole.get_decoder()
+        found = self.whole.model if self.pictures is not None else self.whole.get_decoder()
         return self.whole.model if found is self.whole else found  # Llama 4 finds none by its prefix
 
     @property
@@ -56,7 +58,10 @@ class LoadedClass:
         return self.whole.lm_head.weight
 
     def hidden_of(self, **inputs: Any) -> Tensor:
-        """(R, T) int64 `input_ids` -> (R, T, W), each row a text from its begin, scaled for the head."""
+        """(R, T) int64 `input_ids` -> (R, T, W), each row a text from its begin, scaled for the head. Ids may spell
+        images of a model that reads them."""
+        if self.pictures is not None:
+            inputs |= self.pictures.inputs_of(inputs["input_ids"])
         hidden: Tensor = self.body(**inputs)[0].to(self.head.dtype)  # Mamba 2 adds up in float32
         return hidden if self.scale == 1.0 else hidden * self.scale
 
@@ -98,10 +103,11 @@ def _config_of(folder: Path) -> Any:
 
 def check_known(folder: Path) -> None:
     """Raise ConfigError where transformers has no class of causal models for a folder's config.json."""
-    from transformers import AutoModelForCausalLM, __version__
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, __version__
 
     config = _config_of(folder)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    mapping = (AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM)._model_mapping
+    if type(config) not in mapping:
         raise ConfigError(
             f"model_code: transformers, and transformers {__version__} has no causal model of type "
             f"{config.model_type}, as config.json in {folder} says."
@@ -115,16 +121,18 @@ def load_class(folder: Path) -> LoadedClass:
     Raises ConfigError where transformers does not know the type, a tensor is missing, or logits are made in a way that
     is not known here.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     config = _config_of(folder)
     with _unreadable(folder):
-        for name, value in list(vars(config).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
-        whole, report = AutoModelForCausalLM.from_pretrained(
+        parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
+        for part in parts:
+            for name in [name for name, value in vars(part).items() if "drop" in name and isinstance(value, float)]:
+                setattr(part, name, 0.0)
+        of_kind = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+        whole, report = of_kind.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -137,7 +145,7 @@ def load_class(folder: Path) -> LoadedClass:
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     if unknown := sorted(report["unexpected_keys"]):
         log.warning("%s: %s without a place, the first is %s", folder, counted(len(unknown), "tensor"), unknown[0])
-    loaded = LoadedClass(whole.eval())
+    loaded = LoadedClass(whole.eval(), Pictures(folder, whole) if takes_images(config) else None)
     _check_logits(folder, loaded)
     return loaded
 

@@ -14,6 +14,7 @@ from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.host.beside import table_beside
+from nanodag.host.images import IMAGES, picture_url
 from nanodag.rewards.reward import labels
 from nanodag.rl.rollouts.metrics import over_optimised, why_nothing_was_learned
 from nanodag.rl.rollouts.rollout import read_lines
@@ -84,10 +85,12 @@ class ReportedStage:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The last texts of its training: prompt, `text`, or of RL `response` and reward."""
+        """The last texts of its training: prompt, `text`, or of RL `response`, reward and `pictures`, as data: URLs."""
         lines = [line for line in self.lines if line.get("event") == "sample"]
         last = [line for line in lines if line["step"] == lines[-1]["step"]]
-        return [{"step": line["step"], **one} for line in last for one in line.get("responses", [line])][:MOST_SAMPLES]
+        rows = [{"step": line["step"], **one} for line in last for one in line.get("responses", [line])][:MOST_SAMPLES]
+        folder = self.records / IMAGES
+        return [{**one, "pictures": [picture_url(folder, digest) for digest in one.get("images", ())]} for one in rows]
 
     @cached_property
     def results(self) -> dict[str, Any]:

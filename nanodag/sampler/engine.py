@@ -125,7 +125,11 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise BadRequest if the request cannot be served, now or ever. Touches no state: any thread may call it."""
-        check_request(request, vocab_size=self.checkpoint.architecture.vocab_size, context_length=self.context_length)
+        pictures = self.model.pictures if isinstance(self.model, TransformersSampler) else None
+        sizes = {"vocab_size": self.checkpoint.architecture.vocab_size, "context_length": self.context_length}
+        check_request(request, **sizes, takes_images=pictures is not None)
+        if pictures is not None:
+            pictures.inputs_of(torch.tensor([request.input_ids]))
         if request.params.stop and self.text is None:
             raise BadRequest(f"stop strings need a tokenizer, and there is none in {self.checkpoint.path}")
 

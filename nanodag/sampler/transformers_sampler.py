@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.inference.protocol import Top
 from nanodag.model.expert_routing import ExpertRouting, routing_of
+from nanodag.model.pictures import Pictures
 from nanodag.model.transformers_class import LoadedClass, capped, load_class
 from nanodag.sampler.drawing import prompt_scores
 from nanodag.sampler.weights import VOCABULARY_BLOCK, NamedTensors, check_finite
@@ -76,11 +77,12 @@ def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> 
 @dataclass(eq=False)
 class Batch:
     """Samples that are decoded together: their slots, row by row, and the cache. lengths: (R,) tokens in it of each,
-    the last of its `columns`."""
+    the last of its `columns`. shifts: (R,) by how much the position of each is more."""
 
     slots: list[int]
     cache: Any
     lengths: np.ndarray
+    shifts: np.ndarray
     columns: int
 
 
@@ -125,6 +127,11 @@ class TransformersSampler:
             else:
                 buffers[name].copy_(tensor)
 
+    @property
+    def pictures(self) -> Pictures | None:
+        """Reader of images; None for a model that reads none."""
+        return self._loaded.pictures
+
     def drop_weights(self) -> None:
         """Free their memory; `use` brings others."""
         del self.weights
@@ -154,12 +161,14 @@ class TransformersSampler:
             self._hidden |= dict.fromkeys(targets, hidden)
             routes = self._chosen()
             self._routes |= {slot: list(routes) for slot in targets}
-            length = np.array([len(prompt)])
+            length, pictures = np.array([len(prompt)]), self.pictures
+            shift = np.array([0 if pictures is None else pictures.shift_of(torch.from_numpy(prompt)[None])])
             if self.deterministic:
-                self._batches += [Batch([slot], deepcopy(cache), length, len(prompt)) for slot in targets]
+                self._batches += [Batch([slot], deepcopy(cache), length, shift, len(prompt)) for slot in targets]
                 continue
             cache.reorder_cache(torch.zeros(len(targets), dtype=torch.int64))
-            self._join(Batch(list(targets), cache, length.repeat(len(targets)), len(prompt)))
+            lengths, shifts = (one.repeat(len(targets)) for one in (length, shift))
+            self._join(Batch(list(targets), cache, lengths, shifts, len(prompt)))
 
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:
         raise AssertionError("no slot holds a prompt for others")
@@ -171,7 +180,7 @@ class TransformersSampler:
             rows = [row for row, slot in enumerate(batch.slots) if slot in slots]
             if rows and len(rows) < len(batch.slots):
                 batch.cache.reorder_cache(torch.tensor(rows))
-                batch.lengths = batch.lengths[rows]
+                batch.lengths, batch.shifts = batch.lengths[rows], batch.shifts[rows]
             batch.slots = [batch.slots[row] for row in rows]
         self._batches = [batch for batch in self._batches if batch.slots]
         for batch in self._batches:
@@ -199,7 +208,7 @@ class TransformersSampler:
             rows = np.array(batch.slots)
             inputs: dict[str, Tensor] = {}
             if self._takes_positions:
-                inputs["position_ids"] = torch.from_numpy(batch.lengths)[:, None]
+                inputs["position_ids"] = torch.from_numpy(batch.lengths + batch.shifts)[:, None]
             # States alone have no columns, and would take the mask for one of this token.
             if (batch.lengths < batch.columns).any() and any(hasattr(layer, "keys") for layer in batch.cache.layers):
                 first = torch.from_numpy(batch.columns - batch.lengths)[:, None]
@@ -306,6 +315,7 @@ class TransformersSampler:
                 mine.cumulative_length = max(mine.cumulative_length, other.cumulative_length)
         running.slots += batch.slots
         running.lengths = np.concatenate([running.lengths, batch.lengths])
+        running.shifts = np.concatenate([running.shifts, batch.shifts])
         running.columns = max(running.columns, batch.columns)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
+from nanodag.host.images import PLACEHOLDER, images_in, layout_of
 from nanodag.tokenizer import bounds, layout
 from nanodag.tokenizer.call_format import PROBED, CallFormat, call_format, declares_tools, own_format
 from nanodag.tokenizer.encoding import Encoding
@@ -192,6 +193,8 @@ class NativeRenderer:
         return pieces
 
     def _between_marks(self, kind: str, text: str, trained: bool = False) -> list[Piece]:
+        if not isinstance(text, str):
+            raise SourceError(f"nanodag's own chat format has no place for images, and a {kind} message has one.")
         begin, end = _MARKS[kind]
         return [(piece, trained) for piece in (self._ids[begin], text, self._ids[end])]
 
@@ -225,6 +228,7 @@ class TemplateRenderer:
         from transformers import AutoTokenizer
 
         self._encoding, self._folder = encoding, (folder := encoding.folder)
+        self._images = layout_of(folder)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.template = str(self._tokenizer.chat_template)
         self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
@@ -252,7 +256,8 @@ class TemplateRenderer:
         tools: Sequence[Tools] | None = None,
     ) -> list[Rendered]:
         contents = (message["content"] for messages in conversations for message in messages)
-        if not all(isinstance(content, str) for content in contents) and not self._takes_parts:
+        kinds = {part["type"] for content in contents if not isinstance(content, str) for part in content}
+        if not kinds <= {"text", "image"} and not self._takes_parts:
             raise SourceError(
                 f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has "
                 "no place for them; it takes text alone. Leave out the option `tools` of the source's adapter, or "
@@ -266,13 +271,33 @@ class TemplateRenderer:
         return [render(messages, options, _declared(declared)) for messages, options, declared in of_each]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        return self._ids_of(self._text(messages, switches, add_generation_prompt=True, **_declared(tools)))
+        text = self._text(messages, switches, add_generation_prompt=True, **_declared(tools))
+        return self._with_images(self._ids_of(text), messages)[0]
 
     def opened(
         self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
     ) -> list[int]:
         conversation, how = with_objects(messages), {"continue_final_message": continues_last, **_declared(tools)}
-        return self._ids_of(self._text(conversation, switches, add_generation_prompt=not continues_last, **how))
+        text = self._text(conversation, switches, add_generation_prompt=not continues_last, **how)
+        return self._with_images(self._ids_of(text), conversation)[0]
+
+    def _with_images(self, ids: Sequence[int], messages: Messages) -> tuple[list[int], list[int]]:
+        """Ids with the runs of images in the places that the template gave them, and how often each id stands there.
+        Raises SourceError for a model that takes none, and where a text spells such a place."""
+        digests = list(images_in(messages))
+        if self._images is None:
+            if digests:
+                raise SourceError(f"A message has an image, and {self._folder} has no processor of images.")
+            return list(ids), [1] * len(ids)
+        place = self._encoding.token_id(PLACEHOLDER)
+        if (num_places := list(ids).count(place)) != len(digests):
+            raise SourceError(
+                f"The chat template of {self._folder} has {num_places} places for {len(digests)} images, or a message "
+                f"spells {PLACEHOLDER}."
+            )
+        runs = map(self._images.ids_of, digests)
+        pieces = [next(runs) if token == place else [token] for token in ids]
+        return [token for piece in pieces for token in piece], list(map(len, pieces))
 
     def _ids_of(self, text: str) -> list[int]:
         if (bound := bounds.in_force.get()) is not None:
@@ -298,7 +323,8 @@ class TemplateRenderer:
         end = next(islice(self._specials.finditer(rest), num_within, None), None)
         if end is None or not whole.startswith(before) or not says_the_same(reply, rest[: end.start()]):
             return None
-        end_id, *ids = self._tokenizer(rest[end.start() :], add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(rest[end.start() :], add_special_tokens=False)["input_ids"]
+        end_id, *ids = self._with_images(ids, messages[answered + 1 :])[0]
         if last == end_id:
             return ids
         if last not in self.stop_ids:  # it was cut off
@@ -365,7 +391,8 @@ class TemplateRenderer:
     def _marked(self, messages: Messages, switches: Switches, declared: dict[str, Any]) -> Rendered:
         how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **declared}
         rendered = self._apply(messages, switches, **how)
-        mask = np.array(rendered["assistant_masks"], dtype=bool)
+        ids, counts = self._with_images(rendered["input_ids"], messages)
+        mask = np.repeat(np.array(rendered["assistant_masks"], dtype=bool), counts)
         if unlearned := [n for n, message in enumerate(_spoken_by(messages)) if message.get("train") is False]:
             starts, ends = (np.flatnonzero(np.diff(mask, prepend=0, append=0) == step) for step in (1, -1))
             if len(starts) != len(_spoken_by(messages)):
@@ -375,7 +402,7 @@ class TemplateRenderer:
                 )
             for number in unlearned:
                 mask[starts[number] : ends[number]] = False
-        return np.array(rendered["input_ids"], dtype=np.int32), mask
+        return np.array(ids, dtype=np.int32), mask
 
     def _compared(self, messages: Messages, switches: Switches, declared: dict[str, Any]) -> Rendered:
         whole = self._text(messages, switches, add_generation_prompt=False, **declared)
@@ -396,7 +423,8 @@ class TemplateRenderer:
         mask = np.zeros(len(offsets), dtype=bool)
         for start, end in spans:
             mask |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
-        return np.array(encoded["input_ids"], dtype=np.int32), mask
+        ids, counts = self._with_images(encoded["input_ids"], messages)
+        return np.array(ids, dtype=np.int32), np.repeat(mask, counts)
 
     def _end_of_speech(self, text: str) -> int:
         """End of the turn's last special token, or of the text when white space is not all that follows it."""

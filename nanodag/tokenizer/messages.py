@@ -6,6 +6,7 @@ from json import JSONDecoder
 from typing import Any
 
 from nanodag.errors import SourceError
+from nanodag.host.images import keep_url
 
 _KEPT = ("tool_call_id", "reasoning_content", "name")
 
@@ -16,10 +17,11 @@ def all_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain(message: Mapping[str, Any], *, place: str = "a message") -> dict[str, Any]:
-    """A message in one form: content is a text, what is empty is left out, `developer` is `system`; a call's arguments
-    stay as they are, JSON or an object. Raises SourceError for content that is no text."""
+    """A message in one form: content is a text, or with images a list of parts; what is empty is left out, `developer`
+    is `system`; a call's arguments stay as they are, JSON or an object. Images are kept by digest. Raises SourceError
+    for content that is neither text nor images."""
     role = "system" if message["role"] == "developer" else message["role"]
-    fields: dict[str, Any] = {"role": role, "content": _text(message.get("content"), place)}
+    fields: dict[str, Any] = {"role": role, "content": _content(message.get("content"), place)}
     if calls := message.get("tool_calls"):
         fields["tool_calls"] = [dict(call) for call in calls]
     fields |= {"train": False} if message.get("train") is False else {}
@@ -31,7 +33,7 @@ def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
     anew, are not compared, nor reasoning, which most clients drop."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     called = tuple((call["name"], _spelled(_given(call["arguments"]))) for call in calls)
-    return message["role"], _text(message.get("content"), "a message"), called
+    return message["role"], json.dumps(_content(message.get("content"), "a message")), called
 
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -78,13 +80,25 @@ def says_the_same(one: str, other: str) -> bool:
     return one == other or _bare(one) == _bare(other)
 
 
-def _text(content: Any, place: str) -> str:
+def _content(content: Any, place: str) -> str | list[dict[str, str]]:
+    """The text, or where there are images parts {type: text, text} and {type: image, image: digest}."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise SourceError(f"{place} has a part of the type {str(part.get('type'))[:80]!r}; only text is read")
-    return "".join(part["text"] for part in content)
+    parts = [_part(part, place) for part in content]
+    has_images = any(part["type"] == "image" for part in parts)
+    return parts if has_images else "".join(part["text"] for part in parts)
+
+
+def _part(part: Mapping[str, Any], place: str) -> dict[str, str]:
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image" and isinstance(part.get("image"), str):
+        return {"type": "image", "image": part["image"]}
+    url = part.get("image_url")
+    if kind == "image_url" and isinstance(url := url.get("url") if isinstance(url, Mapping) else url, str):
+        return {"type": "image", "image": keep_url(url, place)}
+    raise SourceError(f"{place} has a part of the type {str(kind)[:80]!r}; only text and images are read")
 
 
 def _with_object(call: Mapping[str, Any], number: int) -> dict[str, Any]:

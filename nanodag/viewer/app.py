@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanodag.errors import NanodagError
+from nanodag.host.images import IMAGES, picture_url
 from nanodag.inference.access_checks import bound_socket
 from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
@@ -67,6 +68,7 @@ def make_app(shelf: Shelf) -> FastAPI:
     encoding = Encoding(shelf.model)
     environment = environment_of(TEMPLATES)
     environment.finalize = lambda value: legible(value) if type(value) is str else value  # what is markup already stays
+    environment.globals["picture"] = lambda digest: picture_url(shelf.records / IMAGES, digest)
     template = environment.get_template("rollouts.html.jinja")
 
     @app.get("/")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.text import Text
 
+from nanodag.host.images import digests_in
 from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.metrics import said_metrics
@@ -31,6 +32,7 @@ ANSWER_LENGTH, NAME_LENGTH, REASON_LENGTH = 80, 40, 400  # letters
 LAST_LINES, LINE_LENGTH = 20, 300
 METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
 OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
+MOST_IMAGES = 8  # of a prompt
 MOST_NUMBERS = 50  # of one sequence
 TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
 LETTERS_A_TOKEN = 4
@@ -89,11 +91,12 @@ class Branch:
 @dataclass(frozen=True, kw_only=True)
 class PromptSamples:
     """The samples of one prompt, each its sequences that were asked for, the main one first. prompt: as they all begin;
-    its messages where they begin with prompts of their own. answer: the right one, empty where it is not known. mean:
-    of their rewards, None where no sample has one."""
+    its messages where they begin with prompts of their own. images: digests of those in it. answer: the right one,
+    empty where it is not known. mean: of their rewards, None where no sample has one."""
 
     prompt_id: str
     prompt: str
+    images: Sequence[str]
     answer: str
     mean: float | None
     samples: Sequence[Sequence[Branch]]
@@ -127,6 +130,7 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> PromptSamples:
     return PromptSamples(
         prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
         prompt=brush.text(shared) if shared else brush.cut("\n".join(spoken)),
+        images=[digest for _, _, digest in digests_in(first.rollout.prompt_token_ids)][:MOST_IMAGES],
         answer=shortened(first.answer, ANSWER_LENGTH),
         mean=sum(rewards) / len(rewards) if rewards else None,
         samples=[[brush.branch(read, shared) for read in sample] for sample in ordered],

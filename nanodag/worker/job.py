@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TextIO
 from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
 from nanodag.data.urls import parse_url
+from nanodag.host.images import FOLDER, IMAGES
 from nanodag.own_code.find import search_last
 from nanodag.registry import FROM_INPUT
 from nanodag.store.atomic import write_bytes, write_json
@@ -137,6 +138,8 @@ def load_job(argv: list[str] | None = None) -> Job:
     for signum in (signal.SIGTERM, signal.SIGINT):  # asks for a stop at the next step instead of ending the process
         signal.signal(signum, _ask)
     job = read_job(Path(arguments[0]))
+    if store := job.context.get("store"):
+        os.environ.setdefault(FOLDER, str(Path(store) / IMAGES))  # child processes read it there, too
     if code := job.context.get("code"):
         search_last(code)  # where a user's own functions lie; last, so that it hides no installed package
     return job

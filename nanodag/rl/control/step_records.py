@@ -15,6 +15,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.evaluation.intervals import score_of
 from nanodag.evaluation.results import BenchmarkResult
+from nanodag.host.images import IMAGES, digests_in, keep_beside
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import Timed, chrome_trace, rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
@@ -37,6 +38,7 @@ class Records:
     def __init__(self, job: Job, *, resume_step: int, evaluated: Mapping[str, Container[int]] = NONE) -> None:
         self._config: RLStage = job.config
         self._folder, self._benchmarks = job.records / "rollouts", job.records / "benchmarks"
+        self._images = job.records / IMAGES
         for folder in (self._folder, self._benchmarks):
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
@@ -61,10 +63,17 @@ class Records:
     def rollouts(self, step: int, batch: RolloutBatch) -> str:
         """Write the rollouts of a step; returns the file of those that are trained."""
         path = self._folder / f"step-{step:08d}.jsonl"
-        write_rollouts(path, batch.trained)
-        write_rollouts(path.with_suffix(".dropped.jsonl"), batch.untrained)
+        self._save(path, batch.trained)
+        self._save(path.with_suffix(".dropped.jsonl"), batch.untrained)
         _write_answers(path.with_suffix(".answers.jsonl"), batch.prompts)
         return str(path)
+
+    def _save(self, path: Path, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            for span in rollout.spans:
+                if span.kind != "sampled":
+                    keep_beside(self._images, span.token_ids)
+        write_rollouts(path, rollouts)
 
     def responses(self, step: int, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> None:
         """A line of metrics with the text of some of a step's responses, and of all their branches."""
@@ -80,6 +89,7 @@ class Records:
                 "turns": sum(span.kind == "sampled" for span in rollout.spans),
                 "branch": rollout.branch,
                 "role": rollout.role,
+                "images": [digest for _, _, digest in digests_in(rollout.prompt_token_ids)],
             }
             for sample in in_turn[: self._config.log_responses]
             for rollout in sample
@@ -133,7 +143,7 @@ class Records:
         values = {f"eval_{name}": metrics[name] for name in (*names, *several) if name in metrics}
         values |= _interval(rollouts)
         path = self._folder / f"eval-{step:08d}.jsonl"
-        write_rollouts(path, rollouts)
+        self._save(path, rollouts)
         _write_answers(path.with_suffix(".answers.jsonl"), prompts)
         self._write(
             step,

@@ -1,0 +1,85 @@
+"""Images of a prompt as a vision-language model of transformers reads them: the processor's pixels, and positions.
+
+Token ids spell the images' digests (nanodag.host.images). Source of positions by time, row and column: Qwen2-VL,
+arXiv:2409.12191, whose class computes them.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodag.errors import BadRequest, ConfigError, SourceError
+from nanodag.host.images import IMAGE_TOKENS, digests_in, opened
+
+KEPT_IMAGES = 256  # whose pixels are held: the samples of a prompt ask for the same ones
+
+
+class Pictures:
+    """Reads images for one model. whole: its class of transformers. Raises ConfigError for a folder without the
+    processor of a class that is known here."""
+
+    def __init__(self, folder: Path, whole: Any) -> None:
+        from transformers import AutoImageProcessor
+
+        self._whole = whole
+        try:
+            self._processor = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"transformers cannot read the processor of images in {folder}: {error}") from error
+        if not hasattr(whole.model, "get_rope_index") or not hasattr(self._processor, "merge_size"):
+            raise ConfigError(f"{folder}: images of {type(whole).__name__} are not read here; those of Qwen-VL are.")
+        self._pixels = lru_cache(maxsize=KEPT_IMAGES)(self._read)
+
+    def _read(self, digest: str) -> tuple[Tensor, Tensor]:
+        """Patches (P, C) float32 of an image, and its grid (1, 3) int64: time, rows, columns."""
+        made = self._processor(images=[opened(digest)], return_tensors="pt")
+        return made["pixel_values"], made["image_grid_thw"]
+
+    def inputs_of(self, ids: Tensor) -> dict[str, Tensor]:
+        """What the model takes in the place of (R, T) ids that spell images: ids, pixels, grids, types and positions
+        (3, R, T); nothing where none does. Raises BadRequest for an image that is not here or of another size."""
+        is_image = ids >= IMAGE_TOKENS
+        if not is_image.any():
+            return {}
+        patches, grids = [], []
+        try:
+            for begin, end, digest in (run for row in ids.cpu().numpy() for run in digests_in(row)):
+                pixels, grid = self._pixels(digest)
+                if end - begin != (expected := int(grid.prod()) // self._processor.merge_size**2):
+                    raise BadRequest(f"the image {digest} takes {expected} tokens, and {end - begin} stand for it")
+                patches.append(pixels)
+                grids.append(grid)
+        except SourceError as error:
+            raise BadRequest(str(error)) from error
+        device, types = ids.device, is_image.int()
+        ids = ids.masked_fill(is_image, self._whole.config.image_token_id)
+        grid = torch.cat(grids).to(device)
+        positions, _ = self._whole.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+        pixels = torch.cat(patches).to(device, self._whole.lm_head.weight.dtype)
+        return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "position_ids": positions}
+
+    def shift_of(self, ids: Tensor) -> int:
+        """How many positions more a text (1, T) takes than tokens: fewer than none behind images."""
+        positions = self.inputs_of(ids).get("position_ids")
+        return 0 if positions is None else int(positions.max()) + 1 - ids.shape[1]
+
+    def unread(self) -> Tensor:
+        """0, by way of the vision layers' weights, so that every rank has a gradient of all of them."""
+        grid = torch.tensor([[1, self._processor.merge_size, self._processor.merge_size]])
+        vision = self._whole.config.vision_config
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        weight = self._whole.lm_head.weight
+        pixels = weight.new_zeros(int(grid.prod()), width)
+        features = self._whole.model.get_image_features(pixels, grid.to(weight.device), return_dict=True)
+        deep = [part for layer in getattr(features, "deepstack_features", None) or () for part in layer]
+        return sum((part.sum() for part in [*features.pooler_output, *deep]), weight.new_zeros(())) * 0
+
+
+def takes_images(config: Any) -> bool:
+    """True for a configuration of transformers whose model reads images."""
+    return getattr(config, "image_token_id", None) is not None and hasattr(config, "vision_config")
