@@ -1,11 +1,11 @@
 """The one dial: what a model's depth says about its shape, horizon, batch and learning rates.
 
-Every number can be overridden in pipeline.yaml; what the dial would have said is recorded beside it. But for heads
-below width 512 all are those of the sources: `nanodag scale` says which ratio of rule 4 runs of ours give.
+Every number can be overridden in pipeline.yaml; what the dial would have said is recorded beside it. All are those of
+the sources, none was measured on runs of ours: `nanodag scale` says which ratio of rule 4 these give.
 
 Rules and sources:
-1. Width is 64 a layer, in whole heads. Heads are 128 wide from width 512 on.   karpathy/nanochat scripts/base_train.py
-   Below they are 64 wide, which was measured at depths 2 and 3, and 32 at depth 1, where two heads remain: our choice.
+1. Width is 64 a layer, in whole heads. Heads are 128 wide from width 512 on, 32 or 64 below (a model of one 128-wide
+   head attends to one thing at a time).                                        karpathy/nanochat scripts/base_train.py
 2. SwiGLU's inner width is 8/3 of the width, up to a multiple of 64: the parameters of a 4x GELU MLP.  arXiv:2002.05202
 3. Embeddings are tied below depth 12, where the vocabulary would outweigh the layers: our choice.
 4. Horizon: 10.5 tokens for each parameter in matrices and output head (compute-optimal for this family of recipes; a
@@ -48,7 +48,7 @@ class Hyperparameters:
 def shape_of(depth: int) -> Shape:
     """The shape that the dial gives for a depth >= 1."""
     width = 64 * depth
-    head_width = 128 if width >= 512 else 64 if depth > 1 else 32
+    head_width = 128 if width >= 512 else 64 if width >= 256 else 32
     width = -(-width // head_width) * head_width
     return Shape(
         depth=depth,

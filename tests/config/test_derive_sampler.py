@@ -92,7 +92,7 @@ def test_weights_go_by_handles_on_shared_gpus_by_nccl_to_others_and_else_by_a_fo
     assert RLStage.model_validate(stage.model_dump()) == stage, "a record of it is read again"
 
 
-WINDOWED, NARROW_HEADS = replace(DEPTH_12, window=256), ModelSize(shape_of(1), 2048, 512)
+WINDOWED, NARROW_HEADS = replace(DEPTH_12, window=256), ModelSize(shape_of(3), 2048, 512)
 
 
 @pytest.mark.parametrize(("text", "model", "options", "engine"), [

@@ -89,8 +89,7 @@ def test_a_head_of_many_tokens_holds_one_block_of_logits():
 
 def test_the_shapes_of_two_depths():
     assert shape_of(12) == Shape(12, 768, 6, 6, 128, 2048, tied_embeddings=False)
-    assert shape_of(2) == Shape(2, 128, 2, 2, 64, 384, tied_embeddings=True)
-    assert shape_of(1) == Shape(1, 64, 2, 2, 32, 192, tied_embeddings=True)  # of one head it would be 64 wide
+    assert shape_of(2) == Shape(2, 128, 4, 4, 32, 384, tied_embeddings=True)  # narrow heads
 
 
 def test_parameters_and_flops_are_counted_part_by_part():
@@ -99,7 +98,7 @@ def test_parameters_and_flops_are_counted_part_by_part():
     # Attention 4 x 128 x 128, SwiGLU 3 x 128 x 384; two layers.
     assert parts["matrices"] == 2 * (4 * 128 * 128 + 3 * 128 * 384)
     # Two norms of the width and two of a head's width a layer, one at the end.
-    assert parts["norms"] == 2 * (2 * 128 + 2 * 64) + 128
+    assert parts["norms"] == 2 * (2 * 128 + 2 * 32) + 128
     assert parts["embedding"] == 128_000 and parts["head"] == 0
     # 6 FLOPs for each weight of matrices and head, and causal attention: 6 x layers x width x length.
     assert flops_per_token(shape, 1000, 256) == 6 * (parts["matrices"] + 128_000) + 6 * 2 * 128 * 256

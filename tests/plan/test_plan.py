@@ -56,7 +56,7 @@ def stage_of(plan, name):
 def test_pretraining_of_pocket_in_numbers():
     stage = stage_of(planned("pocket", CPU, *OF_POCKET), "pretrain")
     matrices = 3 * (4 * 192 * 192 + 3 * 192 * 512)
-    assert stage.parameters == matrices + 2048 * 192 + 3 * (2 * 192 + 2 * 64) + 192
+    assert stage.parameters == matrices + 2048 * 192 + 3 * (2 * 192 + 2 * 32) + 192
     assert (stage.tokens, stage.steps) == (2457600, 300)
     assert stage.flops == 2457600 * (6 * (matrices + 2048 * 192) + 6 * 3 * 192 * 256)
     assert stage.device_bytes == 0 and 0.5e9 < stage.host_bytes < 4e9
