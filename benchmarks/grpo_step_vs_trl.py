@@ -1,11 +1,12 @@
-"""One GRPO step of tiny models of 24 types, here and by TRL's GRPOTrainer: the furthest distance of two weights.
+"""One GRPO step of tiny models of 26 types, here and by TRL's GRPOTrainer: the furthest distance of two weights.
 
     python -m benchmarks.grpo_step_vs_trl [--types qwen3_moe gemma2] [--zero-stage 1]
 
 Run it in an environment that has both this project and TRL. Both sides get the same three answers of 4, 16 and 8 tokens
 to one prompt, their advantages, and AdamW's first step at a rate of 1e-3 behind a gradient clipped to a norm of 1. Here
 the trainer's packed rows and forward passes are used, there GRPOTrainer's loss over filled-up rows, loss_type bnpo,
-without the balancing loss of experts that TRL adds by itself. The last column is how far the furthest weight moved.
+without the balancing loss of experts that TRL adds by itself. A type that reads images has one in its prompt. The last
+column is how far the furthest weight moved.
 """
 
 import argparse
@@ -14,13 +15,16 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.tokenizer.chat import load_renderer
 from tests.model.model_types import TYPES, make_tiny, taken_by_transformers
+from tests.model.vision_models import KINDS, conversation, make_vision, seen
 from tests.rl.models import furthest, trainer_of, weights_of
 from tests.rl.rollouts import rollout
 
@@ -34,7 +38,7 @@ class TrlFailed(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--types", nargs="+", choices=[*TYPES, *KINDS], default=[*TYPES, *KINDS])
     parser.add_argument("--zero-stage", type=int, default=1)
     options = parser.parse_args()
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
@@ -58,24 +62,29 @@ def main() -> int:
 def step(folder: Path, name: str, zero_stage: int) -> tuple[float, float]:
     """Furthest distance of two weights after a step on either side, and how far the furthest one moved here."""
     torch.manual_seed(0)
-    model = make_tiny(name, folder / "model")
-    taken_by_transformers(folder / "model")
+    prompt = PROMPT
+    if name in KINDS:
+        model = make_vision(name, folder / "model")
+        prompt = load_renderer(folder / "model").prompt(conversation(0)["messages"][:1])
+    else:
+        model = make_tiny(name, folder / "model")
+        taken_by_transformers(folder / "model")
     save_tokenizer({bytes([value]): value for value in range(64)}, folder / "tokenizer")  # which TRL wants to see
-    rollouts = [rollout("a", i, PROMPT, ANSWER * times, reward=float(i)) for i, times in enumerate(TIMES)]
+    rollouts = [rollout("a", i, prompt, ANSWER * times, reward=float(i)) for i, times in enumerate(TIMES)]
     settings = {"learning_rate": RATE, "weight_decay": 0.0, "eps": EPS, "betas": BETAS}
     trainer = trainer_of(folder / "model", precision="fp32", zero_stage=zero_stage, **settings)
     before = weights_of(trainer)
     trainer.train(1, rollouts)
     after = weights_of(trainer)
     try:
-        trl_step(model, [one.reward for one in rollouts], folder)
+        trl_step(model, [one.reward for one in rollouts], folder, seen(torch.tensor([prompt]), model, folder / "model"))
     except Exception as error:  # whatever it is: of TRL, or of its use here
         raise TrlFailed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return furthest(after, {f"decoder.{n}": p for n, p in model.named_parameters()}), furthest(after, before)
 
 
-def trl_step(model: Any, rewards: list[float], folder: Path) -> None:
-    """Change the model by one step of TRL's loss."""
+def trl_step(model: Any, rewards: list[float], folder: Path, prompt: Mapping[str, torch.Tensor]) -> None:
+    """Change the model by one step of TRL's loss. prompt: one row as the model takes it, with pixels of images."""
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
@@ -96,13 +105,19 @@ def trl_step(model: Any, rewards: list[float], folder: Path) -> None:
     rows = [ANSWER * times + [0] * (longest - len(ANSWER) * times) for times in TIMES]
     masks = [[1] * (len(ANSWER) * times) + [0] * (longest - len(ANSWER) * times) for times in TIMES]
     given = torch.tensor(rewards, dtype=torch.float64)
+    pictures: dict[str, Any] = {}
+    if "pixel_values" in prompt:
+        pictures = {name: prompt[name].repeat(len(TIMES), 1) for name in ("pixel_values", "image_grid_thw")}
+        types = torch.nn.functional.pad(prompt["mm_token_type_ids"], (0, longest)).repeat(len(TIMES), 1)
+        pictures |= {"num_images": [1] * len(TIMES), "mm_token_type_ids": types}
     trainer.current_gradient_accumulation_steps = 1
     model.train()
     loss = trainer._compute_loss(
         model,
         {
-            "prompt_ids": torch.tensor([PROMPT] * len(TIMES)),
-            "prompt_mask": torch.ones(len(TIMES), len(PROMPT), dtype=torch.long),
+            "prompt_ids": prompt["input_ids"].repeat(len(TIMES), 1),
+            "prompt_mask": torch.ones(len(TIMES), prompt["input_ids"].shape[1], dtype=torch.long),
+            **pictures,
             "completion_ids": torch.tensor(rows),
             "completion_mask": torch.tensor(masks),
             "advantages": ((given - given.mean()) / (given.std() + 1e-6)).float(),

@@ -75,10 +75,10 @@ def seen(ids: torch.Tensor, model: Any, folder: Path) -> Mapping[str, torch.Tens
     """(1, T) ids that spell images, as transformers' own model takes them."""
     from transformers import AutoImageProcessor
 
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     is_image = (ids >= 1 << 30).int()
-    words = ids.masked_fill(is_image.bool(), model.config.image_token_id)
     if not is_image.any():
-        return {"input_ids": words}
+        return {"input_ids": ids}
+    words = ids.masked_fill(is_image.bool(), model.config.image_token_id)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     images = [opened(digest) for _, _, digest in digests_in(ids[0].numpy())]
     return {"input_ids": words, "mm_token_type_ids": is_image, **processor(images=images, return_tensors="pt")}
