@@ -3,7 +3,7 @@
     python -m benchmarks.picture_problems [--seeds 1 2 3] [--folder FOLDER]
 
 The model is of Qwen2.5-VL's type, 1.2 M parameters, in its class of transformers. The pipeline is written into the
-folder and run by `nanodag run`: its report shows pictures, `nanodag rollouts RUN --file FOLDER/pipeline.yaml` too. A row:
+folder and run as by `nanodag run`: report and `nanodag rollouts RUN --file FOLDER/pipeline.yaml` show pictures. A row:
 right answers to 200 held-out pictures after SFT and after RL, and the minutes. One in four is right by chance.
 """
 

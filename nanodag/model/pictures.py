@@ -33,6 +33,9 @@ class Pictures:
             raise ConfigError(f"transformers cannot read the processor of images in {folder}: {error}") from error
         if not hasattr(whole.model, "get_rope_index") or not hasattr(self._processor, "merge_size"):
             raise ConfigError(f"{folder}: images of {type(whole).__name__} are not read here; those of Qwen-VL are.")
+        # By ids that spell an image. The class looks for its placeholder, which a model may say and a user may write.
+        whole.model.get_placeholder_mask = _places
+        whole.get_input_embeddings().register_forward_pre_hook(_words_alone)
         self._pixels = lru_cache(maxsize=KEPT_IMAGES)(self._read)
 
     def _read(self, digest: str) -> tuple[Tensor, Tensor]:
@@ -41,8 +44,8 @@ class Pictures:
         return made["pixel_values"], made["image_grid_thw"]
 
     def inputs_of(self, ids: Tensor) -> dict[str, Tensor]:
-        """What the model takes in the place of (R, T) ids that spell images: ids, pixels, grids, types and positions
-        (3, R, T); nothing where none does. Raises BadRequest for an image that is not here or of another size."""
+        """What the model takes beside (R, T) ids that spell images: pixels, grids and positions (3, R, T); nothing
+        where none does. Raises BadRequest for an image that is not here or of another size."""
         is_image = ids >= IMAGE_TOKENS
         if not is_image.any():
             return {}
@@ -56,12 +59,10 @@ class Pictures:
                 grids.append(grid)
         except SourceError as error:
             raise BadRequest(str(error)) from error
-        device, types = ids.device, is_image.int()
-        ids = ids.masked_fill(is_image, self._whole.config.image_token_id)
-        grid = torch.cat(grids).to(device)
-        positions, _ = self._whole.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
-        pixels = torch.cat(patches).to(device, self._whole.lm_head.weight.dtype)
-        return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "position_ids": positions}
+        grid = torch.cat(grids).to(ids.device)
+        positions, _ = self._whole.model.get_rope_index(ids, mm_token_type_ids=is_image.int(), image_grid_thw=grid)
+        pixels = torch.cat(patches).to(ids.device, self._whole.lm_head.weight.dtype)
+        return {"pixel_values": pixels, "image_grid_thw": grid, "position_ids": positions}
 
     def shift_of(self, ids: Tensor) -> int:
         """How many positions more a text (1, T) takes than tokens: fewer than none behind images."""
@@ -78,6 +79,18 @@ class Pictures:
         features = self._whole.model.get_image_features(pixels, grid.to(weight.device), return_dict=True)
         deep = [part for layer in getattr(features, "deepstack_features", None) or () for part in layer]
         return sum((part.sum() for part in [*features.pooler_output, *deep]), weight.new_zeros(())) * 0
+
+
+def _places(input_ids: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
+    """True where an image stands (R, T, 1), and where a video does: nowhere."""
+    is_image = (input_ids >= IMAGE_TOKENS)[..., None]
+    return is_image, torch.zeros_like(is_image)
+
+
+def _words_alone(module: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    """Arguments of an embedding with some word in the place of an image's ids, whose features come later."""
+    (ids,) = arguments
+    return (ids.masked_fill(ids >= IMAGE_TOKENS, 0),)
 
 
 def takes_images(config: Any) -> bool:

@@ -89,7 +89,8 @@ class ReportedStage:
         lines = [line for line in self.lines if line.get("event") == "sample"]
         last = [line for line in lines if line["step"] == lines[-1]["step"]]
         rows = [{"step": line["step"], **one} for line in last for one in line.get("responses", [line])][:MOST_SAMPLES]
-        folder = self.records / IMAGES
+        folders = self.records / IMAGES, self.records / "records" / IMAGES  # of a stage under way
+        folder = next((folder for folder in folders if folder.is_dir()), folders[0])
         return [{**one, "pictures": [picture_url(folder, digest) for digest in one.get("images", ())]} for one in rows]
 
     @cached_property

@@ -128,8 +128,8 @@ class Engine:
         pictures = self.model.pictures if isinstance(self.model, TransformersSampler) else None
         sizes = {"vocab_size": self.checkpoint.architecture.vocab_size, "context_length": self.context_length}
         check_request(request, **sizes, takes_images=pictures is not None)
-        if pictures is not None:
-            pictures.inputs_of(torch.tensor([request.input_ids]))
+        if pictures is not None and pictures.inputs_of(torch.tensor([request.input_ids])) and request.score_prompt:
+            raise BadRequest("logprob_start_len 0: a prompt with images has no log-probabilities; set -1")
         if request.params.stop and self.text is None:
             raise BadRequest(f"stop strings need a tokenizer, and there is none in {self.checkpoint.path}")
 

@@ -99,6 +99,24 @@ def test_greedy_answers_to_pictures_are_those_of_the_class_without_a_cache(pair:
         assert found[0].output_ids == ids[0, len(prompt) :].tolist()
 
 
+def test_the_class_s_own_placeholder_is_a_word_where_a_model_says_it(pair: Any) -> None:
+    folder, _ = pair
+    ours = load(folder)
+    prompt = load_renderer(folder).prompt(conversation(0)["messages"][:1])
+    place = ours._loaded.whole.config.image_token_id
+    ids = torch.tensor([[*prompt, place, 5]])
+    with torch.no_grad():
+        found = ours(ids, ids, attend=document_attention(np.zeros(ids.shape, int)), want="hidden")
+    assert found.isfinite().all()
+    engine = WholeEngine(
+        EngineSettings(engine="embedded", model=folder, dtype="float32", max_batch=2, context_length=96)
+    )
+    engine.generate([Request(input_ids=ids[0].tolist(), params=SamplingParams(max_new_tokens=2))])
+    with pytest.raises(BadRequest, match="a prompt with images has no log-probabilities"):
+        scored = {"return_logprob": True, "score_prompt": True}
+        engine.generate([Request(input_ids=prompt, params=SamplingParams(max_new_tokens=2), **scored)])
+
+
 def test_ids_that_spell_no_kept_picture_are_refused_before_anything_runs(pair: Any) -> None:
     folder, _ = pair
     engine = WholeEngine(

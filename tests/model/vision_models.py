@@ -22,16 +22,26 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 
-def make_vision(kind: str, folder: Path, *, width: int = 32, layers: int = 2, seed: int = 0, noise: float = 0.1) -> Any:
-    """Write a tiny model into a folder, 16 tokens for a picture of 64 x 64; returns transformers' own."""
-    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+def write_processor(folder: Path, template: str = TEMPLATE) -> Any:
+    """Write tokenizer, chat template and the processor of images into a folder; returns the tokenizer."""
+    from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     save_tokenizer({bytes([value]): value for value in range(256)}, folder)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL), "eos_token": "<|im_end|>"})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    sizes = {"shortest_edge": 256, "longest_edge": 128 * 128}
+    Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=sizes).save_pretrained(folder)
+    return tokenizer
+
+
+def make_vision(kind: str, folder: Path, *, width: int = 32, layers: int = 2, seed: int = 0, noise: float = 0.1) -> Any:
+    """Write a tiny model into a folder, 16 tokens for a picture of 64 x 64; returns transformers' own."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tokenizer = write_processor(folder)
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     text = {
         "vocab_size": len(tokenizer), "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers,
@@ -54,9 +64,6 @@ def make_vision(kind: str, folder: Path, *, width: int = 32, layers: int = 2, se
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
-        patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 128 * 128}
-    ).save_pretrained(folder)
     taken_by_transformers(folder)
     return model
 

@@ -7,6 +7,8 @@ import pytest
 from rich.console import Console
 
 from nanodag.cli.show import print_summary
+from nanodag.data.picture_problems import count_shapes
+from nanodag.host.images import FOLDER, keep
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.summary import run_context, summary_of
 from nanodag.store import stage_key
@@ -123,15 +125,17 @@ def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, reco
     assert "> **rl is stale: sft was built since.**" in text and "> **eval\\_rl is stale: rl is stale.**" in text
 
 
-def test_a_run_under_way_shows_what_it_has_and_a_killed_one_where_it_was(store, record, publish, tmp_path):
+def test_a_run_under_way_shows_what_it_has_and_a_killed_one_where_it_was(store, record, publish, tmp_path, monkeypatch):
     lines = [
         {"event": "step", "step": n, "total": 9, "time": 5.0, "reward": 0.1 * n, "zero_spread_share": 1.0}
         for n in (1, 2)
     ]
     said = {"prompt": "<|user_start|>2 + 2?<|user_end|>", "response": "4<|assistant_end|>", "reward": 1.0}
-    lines.append({"event": "sample", "step": 2, "total": 9, "time": 5.0, "responses": [said, {**said, "reward": 0.0}]})
     workspace = store.local / "work" / ("0" * 40)
     workspace.mkdir(parents=True)
+    monkeypatch.setenv(FOLDER, str(workspace / "records" / "images"))  # a picture beside its rollouts
+    said = [{**said, "images": [keep(count_shapes()[0]["images"][0])]}, {**said, "reward": 0.0}]
+    lines.append({"event": "sample", "step": 2, "total": 9, "time": 5.0, "responses": said})
     (workspace / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     under_way = {"inputs": {"model": "sft"}, "started": 1.0, "key": "0" * 40, "workspace": str(workspace)}
     stages = {"sft": record.stages["sft"], "rl": stage_record("rl", state="running", **under_way)}
@@ -142,6 +146,9 @@ def test_a_run_under_way_shows_what_it_has_and_a_killed_one_where_it_was(store, 
     assert report.warnings == [
         "rl: 100% of the last groups have rewards that are all alike: nothing to prefer. Change the prompts."
     ]
+    training = next(part for section in report.sections for part in section.parts if part.samples)
+    assert [len(sample["pictures"]) for sample in training.samples] == [1, 0]
+    assert training.samples[0]["pictures"][0].startswith("data:image/png;base64,")
     first, *_, config = report.sections
     drawing, progress = first.parts
     assert [(p.name, p.state, p.amount) for p in progress.progress] == [("rl", "interrupted", "2/9 steps")]

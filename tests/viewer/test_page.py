@@ -8,7 +8,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from nanodag.cli.rollouts import print_rollouts
+from nanodag.data.picture_problems import count_shapes
 from nanodag.errors import ArtifactNotFound
+from nanodag.host.images import FOLDER, ImageLayout, keep, keep_beside
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, write_rollouts
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted, shelf_of
 from nanodag.store import Store
@@ -398,3 +400,17 @@ def test_a_timeline_has_a_lane_for_each_side_and_is_left_out_without_spans(shelf
     assert ">samplers<" in drawn and ">trainer<" in drawn and ">weights<" not in drawn and ">0.2 s<" in drawn
     (shelf.records / "timeline.jsonl").unlink()
     assert 'class="timeline"' not in client_of(shelf).get("/?step=2").text
+
+
+def test_a_prompts_pictures_are_shown_from_beside_the_rollouts(shelf, get, tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "images"))
+    digest = keep(count_shapes()[0]["images"][0])
+    ids = ImageLayout({"patch_size": 8, "merge_size": 2}).ids_of(digest)
+    spans = (prompt_span([A, *ids, B]), said("c"))
+    asked(shelf, dropped=[replace(rollout("seen", 0, 1.0, []), spans=spans)])
+    append_ledger(shelf.records, "seen", "dropped", "zero_spread")
+    assert f'src="" alt="image {digest[:8]} of the prompt"' in get("?prompt=seen").text
+    keep_beside(shelf.records / "images", ids)
+    page = get("?prompt=seen").text
+    assert re.search(rf'<img class="picture" src="data:image/png;base64,[\w+/=]+" alt="image {digest[:8]}', page)
+    assert '<pre class="prompt">ab</pre>' in page

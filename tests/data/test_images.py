@@ -1,0 +1,135 @@
+"""Images by digest, the ids that spell them, and rows that hold them."""
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nanodag.data.adapters import open_adapter
+from nanodag.data.picture_problems import COLOURS, count_shapes
+from nanodag.errors import SourceError
+from nanodag.host.images import (
+    FOLDER,
+    IMAGE_TOKENS,
+    ImageLayout,
+    content_of,
+    digests_in,
+    image_folder,
+    keep,
+    keep_beside,
+    keep_url,
+    keep_value,
+    picture_url,
+    words_in,
+)
+
+LAYOUT = ImageLayout({"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 128 * 128}})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Any, monkeypatch: Any) -> Any:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "images"))
+    return tmp_path
+
+
+def picture(width: int = 64, height: int = 48, form: str = "PNG", colour: str = "red") -> bytes:
+    Image.new("RGB", (width, height), colour).save(content := io.BytesIO(), format=form)
+    return content.getvalue()
+
+
+def test_ids_spell_an_image_of_any_number_of_tokens_and_are_read_back() -> None:
+    one, other = keep(picture()), keep(picture(colour="blue"))
+    ids = [5, *LAYOUT.ids_of(one), 6, 7, *LAYOUT.ids_of(other), *[8]]
+    assert digests_in(ids) == [(1, 13, one), (15, 27, other)]
+    assert words_in(ids) == [5, 6, 7, 8]
+    assert content_of(one) == picture()
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 48), (33, 100), (7, 7), (400, 300), (1000, 60), (16, 64), (23, 25)])
+def test_an_image_takes_as_many_tokens_as_transformers_processor_makes(width: int, height: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    sizes = {"shortest_edge": 1024, "longest_edge": 128 * 128}
+    processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=sizes)
+    grid = processor(images=[Image.new("RGB", (width, height))], return_tensors="np")["image_grid_thw"]
+    assert len(LAYOUT.ids_of(keep(picture(width, height)))) == int(np.prod(grid)) // 4
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"GIF89a", "cannot be read"),
+        (picture()[:60], "cannot be read"),
+        (picture(5000, 5000), "5000 x 5000 pixels"),
+        (b"\x89PNG" + bytes(33 << 20), "bytes; at most"),
+    ],
+)
+def test_a_file_that_is_no_image_or_a_huge_one_is_refused_and_not_kept(content: bytes, said: str) -> None:
+    with pytest.raises(SourceError, match=said):
+        keep(content)
+    assert not image_folder().exists()
+
+
+@pytest.mark.parametrize("digest", ["../secret", "a" * 31, "A" * 30, ""])
+def test_no_file_is_read_by_what_is_no_digest(folder: Any, digest: str) -> None:
+    (folder / "secret").write_bytes(picture())
+    image_folder().mkdir()
+    with pytest.raises(SourceError, match="is not in"):
+        content_of(digest)
+    assert picture_url(image_folder(), digest) == ""
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1/a.png", "file:///etc/passwd", "data:text/html;base64,AAAA", "/etc/x"]
+)
+def test_an_image_by_a_url_is_read_from_the_url_alone(url: str) -> None:
+    with pytest.raises(SourceError, match="only data:image"):
+        keep_url(url, "messages.0")
+
+
+def test_an_image_is_one_image_however_a_row_holds_it(folder: Any) -> None:
+    (folder / "a.png").write_bytes(picture())
+    url = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    forms = [picture(), {"bytes": picture(), "path": None}, {"bytes": None, "path": str(folder / "a.png")}, url]
+    digests = {keep_value(form) for form in [*forms, {"url": url}, keep(picture())]}
+    assert len(digests) == 1
+    with pytest.raises(SourceError, match="no image"):
+        keep_value(str(folder / "missing.png"))
+
+
+def conversation_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = open_adapter("messages", "file:x", "conversation", {})(0, row)["messages"]
+    return messages
+
+
+def test_images_of_a_row_stand_where_its_messages_have_places_for_them() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image", "image": picture(colour="blue")}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "two"}]
+    made = conversation_of({"messages": turns, "images": [{"bytes": picture(), "path": "x"}]})
+    blue, red = keep(picture(colour="blue")), keep(picture())
+    image = {"type": "image"}
+    assert made[0]["content"] == [image | {"image": red}, {"type": "text", "text": "and"}, image | {"image": blue}]
+    for images, said in (([], "places for more images"), ([picture()] * 2, "1 of its images have no place")):
+        with pytest.raises(SourceError, match=said):
+            conversation_of({"messages": turns, "images": images})
+
+
+def test_counting_problems_show_as_many_squares_as_they_say() -> None:
+    for row in (count_shapes(seed=3)[index] for index in range(50)):
+        image = np.array(Image.open(io.BytesIO(row["images"][0])))
+        _, _, colour, _ = row["question"].split()
+        assert (image == COLOURS[colour]).all(-1).sum() == 11 * 11 * int(row["answer"])
+
+
+def test_images_are_kept_beside_rollouts_once(folder: Any) -> None:
+    ids = LAYOUT.ids_of(keep(picture()))
+    for _ in range(2):
+        keep_beside(folder / "records", [1, *ids, 2])
+    (kept,) = (folder / "records").iterdir()
+    assert kept.read_bytes() == picture()
+    assert picture_url(folder / "records", kept.name).startswith("data:image/png;base64,")
+    with pytest.raises(SourceError, match="spell no image"):
+        digests_in([IMAGE_TOKENS] * 3)
