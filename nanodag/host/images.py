@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nanodag.errors import SourceError
+from nanodag.host.folders import cache_folder
 
 IMAGE_TOKENS = 1 << 30
 WORDS = 4
@@ -36,7 +37,7 @@ FOLDER = "NANODAG_IMAGES"  # the environment variable by which processes of a st
 
 def image_folder() -> Path:
     """Folder of images: what NANODAG_IMAGES says, as in a stage, else one of the user's cache."""
-    return Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "nanodag" / "images")
+    return Path(os.environ.get(FOLDER) or cache_folder() / IMAGES)
 
 
 def keep(content: bytes) -> str:
