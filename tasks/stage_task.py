@@ -33,7 +33,7 @@ from prefect.tasks import Task
 
 from nanodag.children.tree import end_with_parent
 from nanodag.config.kind import PAGE, SCORES
-from nanodag.config.kinds import find_kind, recorded_kind
+from nanodag.config.kinds import find_kind, recorded_kind, shipped
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.errors.words import counted
 from nanodag.report import words
@@ -46,6 +46,7 @@ from nanodag.worker.respawn import SERVING
 from tasks.notify import tell
 from tasks.pool import build_in_pool
 
+shipped()  # their modules are parsed before there are threads: CPython 3.11 fails at times where two parse at once
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
 _PASSING = StageInterrupted | ConnectionError | TimeoutError
