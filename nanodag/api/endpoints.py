@@ -30,6 +30,7 @@ from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel, model_named
 from nanodag.api.tool_format import Reader
+from nanodag.host.images import words_in
 from nanodag.inference.access_checks import left_unless_read, unless_left
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
@@ -208,7 +209,7 @@ class Endpoints:
         """Tokens that the answer may have. param: the field that gave the prompt. Raises Refused for a prompt, or a
         wish, that is too long."""
         context, limits = model.context_length, self._limits
-        if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
+        if not ids or min(ids) < 0 or max(words_in(ids), default=0) >= model.vocab_size:
             raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param=param)
         num_new = 1 if max_tokens is None else max_tokens
         if len(ids) + num_new > context:
