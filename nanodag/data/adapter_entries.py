@@ -59,25 +59,33 @@ def messages(row: Mapping[str, Any], tools: bool = True) -> dict[str, Any]:
 
 
 def _with_images(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A row's messages, their images kept by digest: what a part holds, else the next of the row's images."""
+    """A row's messages. Images are kept by digest: what a part holds, else the next of the row's. Texts are joined."""
+    turns = list(row["messages"])
+    parts = [part for turn in turns if isinstance(turn.get("content"), list | tuple) for part in turn["content"]]
+    if not any(part.get("type") in _IMAGES for part in parts):
+        return [{**turn, "content": _joined(turn["content"])} if "content" in turn else turn for turn in turns]
     images = list(row.get("images") or [image for image in [row.get("image")] if image is not None])
 
-    def kept(part: Mapping[str, Any]) -> dict[str, str]:
+    def with_digest(part: Mapping[str, Any]) -> dict[str, str]:
         if part["type"] not in _IMAGES:
             return {"type": "text", "text": part["text"]}
-        held = [part[name] for name in _IMAGES if part.get(name) is not None] or images
-        if not held:
+        values = [part[name] for name in _IMAGES if part.get(name) is not None] or images
+        if not values:
             raise ValueError("its messages have places for more images than it has")
-        return {"type": "image", "image": keep_value(held.pop(0))}
+        return {"type": "image", "image": keep_value(values.pop(0))}
 
-    turns = []
-    for message in row["messages"]:
-        content = message.get("content")
-        has_images = isinstance(content, list | tuple) and any(part["type"] in _IMAGES for part in content)
-        turns.append({**message, "content": list(map(kept, content))} if has_images else message)
+    for number, turn in enumerate(turns):
+        if isinstance(content := turn.get("content"), list | tuple):
+            turns[number] = {**turn, "content": _joined(list(map(with_digest, content)))}
     if images:
-        raise ValueError(f"{len(images)} of its images have no place: a part of the type image in a message")
+        raise ValueError(f"{len(images)} of its images have no place: parts of the type image in messages")
     return turns
+
+
+def _joined(content: Any) -> Any:
+    """Parts of text alone as one text."""
+    are_texts = isinstance(content, list | tuple) and all(part.get("type") == "text" for part in content)
+    return "".join(part["text"] for part in content) if are_texts else content
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

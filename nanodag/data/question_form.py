@@ -57,7 +57,18 @@ def asking(source: SourceConfig, kind: Kind) -> Callable[[Record], Record]:
                 "Leave it out, or slice the source."
             )
         question = messages[places[0]]
-        messages[places[0]] = {**question, "content": source.instruction.replace(QUESTION, question["content"])}
+        messages[places[0]] = {**question, "content": _around(question["content"], source.instruction)}
         return {**record, "messages": messages, **added}
 
     return ask
+
+
+def _around(content: Any, instruction: str) -> Any:
+    """The content with its text put into the instruction; images stay before or behind it, where they stood."""
+    if isinstance(content, str):
+        return instruction.replace(QUESTION, content)
+    texts = [part for part in content if part["type"] == "text"]
+    if len(texts) != 1:
+        raise SourceError(f"instruction is put around one text, and a question with images has {len(texts)}.")
+    put = {"type": "text", "text": instruction.replace(QUESTION, texts[0]["text"])}
+    return [put if part is texts[0] else part for part in content]

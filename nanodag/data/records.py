@@ -17,11 +17,12 @@ stepwise:      {"messages": [...], "steps": [str, ...], "labels": [float, ...]}:
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed
+from nanodag.host.images import images_in
 
 Kind = Literal["document", "conversation", "prompt", "preference", "judgement", "stepwise"]
 Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others
@@ -82,9 +83,12 @@ def _check_message(message: Any) -> None:
         return
     if message["role"] == "system" or not isinstance(content, list | tuple):
         raise SourceError(f"The content of a {message['role']} message must be a string; found {content!r:.80}.")
-    types = PART_TYPES if message["role"] == "assistant" else ("text", "image")
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
+    is_spoken = message["role"] == "assistant"
+    types = PART_TYPES if is_spoken else ("text", "image")
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+    if not is_spoken and "image" not in kinds:
+        raise SourceError(f"The content of a {message['role']} message without an image is a string: {content!r:.80}.")
+    for part, kind in zip(content, kinds, strict=True):
         if kind not in types or not isinstance(part.get("image" if kind == "image" else "text"), str):
             raise SourceError(
                 f"A part of the {message['role']} is {{type: {' | '.join(types)}, ...}}; found {part!r:.80}."
@@ -92,7 +96,19 @@ def _check_message(message: Any) -> None:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of one message, its parts and calls joined."""
+    """The text of one message, its parts and calls joined. Raises SourceError for one with an image."""
+    refuse_images([message])
+    return _spelled(message)
+
+
+def refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise SourceError for images in messages, for what reads text alone."""
+    if next(images_in(messages), None) is not None:
+        raise SourceError("A message has an image, and text alone is read here.")
+
+
+def _spelled(message: Mapping[str, Any]) -> str:
+    """The text of one message with the digests of its images."""
     content = message["content"]
     text = (
         content
@@ -108,7 +124,7 @@ def record_texts(record: Mapping[str, Any]) -> Iterator[str]:
         yield record["text"]
     else:
         for name in ("messages", "chosen", "rejected"):
-            yield from map(message_text, record.get(name, ()))
+            yield from map(_spelled, record.get(name, ()))
         yield from record.get("steps", ())
 
 
@@ -130,5 +146,5 @@ def held_out_score(record: Mapping[str, Any], by: Literal["content", "prompt"]) 
         for message in record["messages"]:
             if by == "prompt" and message["role"] == "assistant":
                 break
-            digest.update(f"{message['role']}\n{message_text(message)}\0".encode("utf-8", "surrogatepass"))
+            digest.update(f"{message['role']}\n{_spelled(message)}\0".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "big") / 2**64

@@ -113,12 +113,7 @@ class VllmServer:
         if isinstance(request.input_ids, str):
             raise BadRequest("text is for the embedded sampler and SGLang; send token ids")
         architecture, params = self.folder.architecture, request.params
-        p.check_request(
-            request,
-            vocab_size=architecture.vocab_size,
-            context_length=self._facts["context_length"],
-            takes_images=False,
-        )
+        p.check_request(request, vocab_size=architecture.vocab_size, context_length=self._facts["context_length"])
         if request.return_logprob and params.temperature >= GREEDY_BELOW and (params.top_p < 1 or params.top_k != -1):
             raise BadRequest(
                 f"top_p {params.top_p:g} and top_k {params.top_k} change the log-probabilities that vLLM tells: leave "

@@ -23,7 +23,6 @@ from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind, message_text
 from nanodag.data.sources import Row
 from nanodag.errors import SourceError
-from nanodag.host.images import images_in
 from nanodag.registry import check_reward_of_data
 
 if TYPE_CHECKING:
@@ -162,11 +161,6 @@ def _problems(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, 
             raise SourceError(
                 f"{source.url}, row {index}: a benchmark's prompt is one user turn, maybe behind a system turn; "
                 f"found {roles}."
-            )
-        if next(images_in(record["messages"]), None):
-            raise SourceError(
-                f"{source.url}, row {index} has an image, and a benchmark asks by text. RL's `evaluation.validation` "
-                "asks with images, before its first step too."
             )
         check_reward_of_data(
             record["reward"], f"name one of these as the `reward` of {source.url} (its row {index} asks for another)"

@@ -2,16 +2,18 @@
 
 An image is a run of ids from IMAGE_TOKENS on, one for each place that a model gives it. The first four spell its
 digest, 30 bits each, and the others repeat them. So prompts are equal where their images are, and all that carries
-token ids carries images: packed rows, rollouts, requests, keys of a cache.
+token ids carries images: packed rows, rollouts, requests, keys of a cache. A chat template puts a token around each.
 """
 
 import base64
+import binascii
 import hashlib
 import io
 import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nanodag.errors import SourceError
+from nanodag.errors import BadRequest, SourceError
 from nanodag.host.folders import cache_folder
 
 IMAGE_TOKENS = 1 << 30
@@ -29,9 +31,9 @@ SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")  # the se
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 1 << 24
 MAX_BYTES = 32 << 20
-THUMBNAIL = 256  # pixels of a page's pictures, along the longer side
+MAX_ASPECT = 200
+THUMBNAIL_PIXELS = 256  # of a page's pictures, along the longer side
 IMAGES = "images"  # folder of them in a store, and beside rollouts
-_DIGEST = re.compile("[0-9a-f]{30}")
 FOLDER = "NANODAG_IMAGES"  # the environment variable by which processes of a stage know where images are
 
 
@@ -42,15 +44,11 @@ def image_folder() -> Path:
 
 def keep(content: bytes) -> str:
     """Write an image into the folder where it is new; returns its digest, 30 hexadecimal digits. Raises SourceError for
-    what is no PNG, JPEG or WebP of at most 16 megapixels."""
-    _size_of(content)
-    digest = hashlib.blake2b(content, digest_size=15).hexdigest()
-    path = image_folder() / digest
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{digest}.{os.getpid()}.tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+    what is no PNG, JPEG or WebP of at most 16 megapixels, or 200 times as long as it is wide."""
+    width, height = _read(content).size
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise SourceError(f"An image has {width} x {height} pixels; one side is at most {MAX_ASPECT} times the other.")
+    _write(image_folder(), digest := _digest_of(content), content)
     return digest
 
 
@@ -61,7 +59,7 @@ def keep_url(url: str, place: str) -> str:
         raise SourceError(f"{place} has an image by the URL {url[:80]!r}; only data:image/...;base64, is read")
     try:
         return keep(base64.b64decode(content, validate=True))
-    except ValueError as error:
+    except binascii.Error as error:
         raise SourceError(f"{place} has an image that is no base64: {error}") from error
 
 
@@ -74,7 +72,7 @@ def keep_value(value: Any) -> str:
         return keep(value)
     if not isinstance(value, str):
         raise SourceError(f"An image is bytes, {{bytes, path}}, a data: URL or a path; found {value!r:.80}.")
-    if _DIGEST.fullmatch(value):
+    if is_digest(value):
         return value
     if value.startswith("data:"):
         return keep_url(value, "A row")
@@ -84,9 +82,27 @@ def keep_value(value: Any) -> str:
     return keep(path.read_bytes())
 
 
-def _size_of(content: bytes) -> tuple[int, int]:
-    """Width and height in pixels."""
-    from PIL import Image
+def is_digest(text: str) -> bool:
+    """True for a text that may be the digest of an image."""
+    return re.fullmatch("[0-9a-f]{30}", text) is not None
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=15).hexdigest()
+
+
+def _write(folder: Path, digest: str, content: bytes) -> None:
+    if (folder / digest).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:  # of this thread alone
+        file.write(content)
+    os.replace(file.name, folder / digest)
+
+
+def _read(content: bytes) -> Any:
+    """An image as PIL has it, in RGB, upright."""
+    from PIL import Image, ImageOps
 
     if len(content) > MAX_BYTES:
         raise SourceError(f"An image has {len(content):,} bytes; at most {MAX_BYTES:,} are read.")
@@ -95,52 +111,47 @@ def _size_of(content: bytes) -> tuple[int, int]:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise SourceError(f"An image has {width} x {height} pixels; at most {MAX_PIXELS:,} are read.")
-            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, SourceError):
+            raise
         raise SourceError(f"An image cannot be read as {', '.join(FORMATS)}: {error}") from error
-    return width, height
 
 
 def content_of(digest: str) -> bytes:
-    """An image's file. Raises SourceError where the folder lacks it."""
+    """An image's file. Raises SourceError where the folder lacks it, or has another one under its name."""
     path = image_folder() / digest
-    if not _DIGEST.fullmatch(digest) or not path.is_file():
+    if not is_digest(digest) or not path.is_file():
         raise SourceError(
-            f"The image {digest[:80]} is not in {image_folder()}. What read it kept it there; read its data again with "
-            "`--force`, or copy the folder."
+            f"The image {digest[:80]} is not in {image_folder()}. What read it kept it there: copy that folder, or "
+            "remove `held_out` beside it, and build the stages that read it again with `--force`."
         )
-    return path.read_bytes()
+    if _digest_of(content := path.read_bytes()) != digest:
+        raise SourceError(f"{path} is not the image {digest}: remove it, and read its data again.")
+    return content
 
 
 def keep_beside(folder: Path, ids: Sequence[int]) -> None:
     """Copy the images that token ids spell into a folder, where they are new."""
     for _, _, digest in digests_in(ids):
         if not (folder / digest).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f".{digest}"
-            temporary.write_bytes(content_of(digest))
-            temporary.replace(folder / digest)
+            _write(folder, digest, content_of(digest))
 
 
 def opened(digest: str) -> Any:
-    """An image as PIL has it, in RGB."""
-    from PIL import Image
-
-    return Image.open(io.BytesIO(content_of(digest)), formats=FORMATS).convert("RGB")
+    """An image as PIL has it, in RGB, upright."""
+    return _read(content_of(digest))
 
 
-def picture_url(folder: Path, digest: str) -> str:
+def picture_url(folder: Path, digest: Any) -> str:
     """A `data:` URL of a small PNG of an image in a folder, for a page; empty where it holds none of this digest."""
-    from PIL import Image
-
-    try:
-        if not _DIGEST.fullmatch(digest):
-            return ""
-        with Image.open(folder / digest, formats=FORMATS) as image:
-            small = image.convert("RGB")
-            small.thumbnail((THUMBNAIL, THUMBNAIL))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    if not isinstance(digest, str) or not is_digest(digest) or not (folder / digest).is_file():
         return ""
+    try:
+        small = _read((folder / digest).read_bytes())
+    except SourceError:
+        return ""
+    small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     small.save(buffer := io.BytesIO(), format="PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
@@ -148,7 +159,8 @@ def picture_url(folder: Path, digest: str) -> str:
 def digests_in(ids: Sequence[int] | np.ndarray) -> list[tuple[int, int, str]]:
     """Begin, end and digest of each image in token ids. Raises SourceError for a run that is too short to spell one."""
     array = np.asarray(ids, dtype=np.int64)
-    edges = np.flatnonzero(np.diff(array >= IMAGE_TOKENS, prepend=False, append=False)).reshape(-1, 2).tolist()
+    is_image = (array >= IMAGE_TOKENS) & (array < 2 * IMAGE_TOKENS)
+    edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2).tolist()
     runs = []
     for begin, end in edges:
         run = array[begin:end] - IMAGE_TOKENS
@@ -161,7 +173,7 @@ def digests_in(ids: Sequence[int] | np.ndarray) -> list[tuple[int, int, str]]:
 
 def words_in(ids: Sequence[int]) -> list[int]:
     """The ids that stand for no image."""
-    return [token for token in ids if token < IMAGE_TOKENS]
+    return [token for token in ids if not IMAGE_TOKENS <= token < 2 * IMAGE_TOKENS]
 
 
 def images_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -178,17 +190,30 @@ class ImageLayout:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         size = settings.get("size") or {}
         self._unit = int(settings["patch_size"]) * int(settings["merge_size"])
-        self._least = int(size.get("shortest_edge") or settings.get("min_pixels") or 56 * 56)
-        self._most = int(size.get("longest_edge") or settings.get("max_pixels") or 28 * 28 * 1280)
+        self._least = int(settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56)
+        self._most = int(settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280)
+        self._size_of = lru_cache(maxsize=4096)(lambda digest: opened(digest).size)
 
     def ids_of(self, digest: str) -> list[int]:
         """The run of token ids that stands for an image of the folder."""
-        number, (width, height) = int(digest, 16), _size_of(content_of(digest))
+        (width, height), number = self._size_of(digest), int(digest, 16)
         rows, columns = self._units(height, width)
         if rows * columns < WORDS:
             raise SourceError(f"The image {digest} of {width} x {height} pixels takes fewer than {WORDS} tokens.")
         words = [IMAGE_TOKENS + (number >> 30 * place) % IMAGE_TOKENS for place in range(WORDS)]
         return list(np.resize(words, rows * columns).tolist())
+
+    def check(self, ids: Sequence[int], *, is_scored: bool) -> None:
+        """Raise BadRequest where ids spell an image that is not here, or in another number of ids than it takes, or
+        where a prompt with one is to be scored."""
+        try:
+            for begin, end, digest in digests_in(ids):
+                if is_scored:
+                    raise BadRequest("logprob_start_len 0: a prompt with images has no log-probabilities; set -1")
+                if (expected := len(self.ids_of(digest))) != end - begin:
+                    raise BadRequest(f"the image {digest} takes {expected} tokens, and {end - begin} stand for it")
+        except SourceError as error:
+            raise BadRequest(str(error)) from error
 
     def _units(self, height: int, width: int) -> tuple[int, int]:
         unit, pixels = self._unit, height * width

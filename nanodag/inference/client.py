@@ -308,7 +308,9 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
     def check(self, request: Request) -> None:
         """Raise BadRequest for what is outside of vocab_size or context_length."""
         if self._limits is not None:
-            check_request(request, vocab_size=self._limits[0], context_length=self._limits[1])
+            vocab_size, context_length = self._limits
+            sizes = {"vocab_size": vocab_size, "context_length": context_length}
+            check_request(request, **sizes, takes_images=self._is_embedded)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         with self._reached(path):

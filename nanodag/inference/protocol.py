@@ -143,9 +143,9 @@ class Completion:
     routed_experts: str = ""
 
 
-def check_request(request: Request, *, vocab_size: int, context_length: int, takes_images: bool = True) -> None:
-    """Raise BadRequest if no sampler of this vocabulary and context can serve the request. takes_images: False where
-    it is known that ids may not spell images.
+def check_request(request: Request, *, vocab_size: int, context_length: int, takes_images: bool = False) -> None:
+    """Raise BadRequest if no sampler of this vocabulary and context can serve the request. takes_images: True where
+    ids may spell images.
 
     A trainer checks before it sends: an id outside the vocabulary ends a whole SGLang server.
     """

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from nanodag.errors import ConfigError
-from nanodag.host.images import IMAGE_TOKENS
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Packed, document_attention, length_classes, on_device
 from nanodag.model.decoder import Decoder, Head, Want
@@ -104,9 +103,6 @@ class TransformersModel(nn.Module):
             for part in np.array_split(in_rows, min(len(in_rows), math.ceil(in_rows.size / limit)) or 1)
         ]
         hidden = torch.cat(rows).index_select(0, on_device(order, flat.device))
-        pictures = self._loaded.pictures
-        if pictures is not None and torch.is_grad_enabled() and int(flat.max()) < IMAGE_TOKENS:
-            hidden = hidden + pictures.unread()
         if attend_last is not None:
             assert places is not None
             return hidden[places][None]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from nanodag.errors import BadRequest
+from nanodag.host.images import layout_of
 from nanodag.inference.cache_size import PREFILL_TOKENS, slot_tokens
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
@@ -111,6 +112,7 @@ class Engine:
         self.base = cache(partial(base_tensors, folder, a))  # which adapters are merged onto
         tokenizer = folder / "tokenizer.json"
         self.text = Text(tokenizer) if tokenizer.exists() else None
+        self._images = layout_of(folder) if getattr(self.model, "pictures", None) else None
         self.table = SlotTable(self.num_slots, self.context_length)
         self._make_steps()
         self.released: set[MemoryTag] = set()
@@ -125,11 +127,10 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raise BadRequest if the request cannot be served, now or ever. Touches no state: any thread may call it."""
-        pictures = self.model.pictures if isinstance(self.model, TransformersSampler) else None
         sizes = {"vocab_size": self.checkpoint.architecture.vocab_size, "context_length": self.context_length}
-        check_request(request, **sizes, takes_images=pictures is not None)
-        if pictures is not None and pictures.inputs_of(torch.tensor([request.input_ids])) and request.score_prompt:
-            raise BadRequest("logprob_start_len 0: a prompt with images has no log-probabilities; set -1")
+        check_request(request, **sizes, takes_images=self._images is not None)
+        if self._images is not None:
+            self._images.check(request.input_ids, is_scored=request.score_prompt)
         if request.params.stop and self.text is None:
             raise BadRequest(f"stop strings need a tokenizer, and there is none in {self.checkpoint.path}")
 

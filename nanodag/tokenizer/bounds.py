@@ -42,11 +42,15 @@ class Bound:
             return
         num_tokens = 0
         for piece in _slices(texts):
-            if self._is_given_up.is_set():
-                raise GivenUp("whoever asked has left")
             num_tokens += num_tokens_of(piece) - CUT_TOKENS
-            if num_tokens > self._max_tokens:
-                raise TooManyTokens(f"This model's maximum context length is {self._max_tokens} tokens.")
+            self.check_tokens(num_tokens)
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raise TooManyTokens for more than the bound, GivenUp where nobody waits."""
+        if self._is_given_up.is_set():
+            raise GivenUp("whoever asked has left")
+        if num_tokens > self._max_tokens:
+            raise TooManyTokens(f"This model's maximum context length is {self._max_tokens} tokens.")
 
     @contextmanager
     def of_template(self) -> Iterator[None]:

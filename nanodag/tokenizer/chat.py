@@ -194,7 +194,7 @@ class NativeRenderer:
 
     def _between_marks(self, kind: str, text: str, trained: bool = False) -> list[Piece]:
         if not isinstance(text, str):
-            raise SourceError(f"nanodag's own chat format has no place for images, and a {kind} message has one.")
+            raise SourceError(f"nanodag's own chat format has no place for parts such as images in a {kind} message.")
         begin, end = _MARKS[kind]
         return [(piece, trained) for piece in (self._ids[begin], text, self._ids[end])]
 
@@ -255,9 +255,8 @@ class TemplateRenderer:
         switches: Sequence[Switches] | None = None,
         tools: Sequence[Tools] | None = None,
     ) -> list[Rendered]:
-        contents = (message["content"] for messages in conversations for message in messages)
-        kinds = {part["type"] for content in contents if not isinstance(content, str) for part in content}
-        if not kinds <= {"text", "image"} and not self._takes_parts:
+        every = (message for messages in conversations for message in messages if not any(images_in([message])))
+        if not all(isinstance(message["content"], str) for message in every) and not self._takes_parts:
             raise SourceError(
                 f"A conversation has tool parts (tool_call, tool_result), and the chat template of {self._folder} has "
                 "no place for them; it takes text alone. Leave out the option `tools` of the source's adapter, or "
@@ -289,14 +288,22 @@ class TemplateRenderer:
             if digests:
                 raise SourceError(f"A message has an image, and {self._folder} has no processor of images.")
             return list(ids), [1] * len(ids)
-        place = self._encoding.token_id(PLACEHOLDER)
+        if not digests:  # a text that spells such a place is a text
+            return list(ids), [1] * len(ids)
+        place, bound = self._encoding.token_id(PLACEHOLDER), bounds.in_force.get()
         if (num_places := list(ids).count(place)) != len(digests):
             raise SourceError(
                 f"The chat template of {self._folder} has {num_places} places for {len(digests)} images, or a message "
                 f"spells {PLACEHOLDER}."
             )
-        runs = map(self._images.ids_of, digests)
-        pieces = [next(runs) if token == place else [token] for token in ids]
+        num_tokens, runs = 0, []
+        for digest in digests:
+            runs.append(self._images.ids_of(digest))
+            num_tokens += len(runs[-1])
+            if bound is not None:
+                bound.check_tokens(num_tokens)
+        in_order = iter(runs)
+        pieces = [next(in_order) if token == place else [token] for token in ids]
         return [token for piece in pieces for token in piece], list(map(len, pieces))
 
     def _ids_of(self, text: str) -> list[int]:

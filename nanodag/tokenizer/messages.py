@@ -6,7 +6,7 @@ from json import JSONDecoder
 from typing import Any
 
 from nanodag.errors import SourceError
-from nanodag.host.images import keep_url
+from nanodag.host.images import is_digest, keep_url
 
 _KEPT = ("tool_call_id", "reasoning_content", "name")
 
@@ -93,8 +93,8 @@ def _part(part: Mapping[str, Any], place: str) -> dict[str, str]:
     kind = part.get("type")
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind == "image" and isinstance(part.get("image"), str):
-        return {"type": "image", "image": part["image"]}
+    if kind == "image" and isinstance(image := part.get("image"), str):
+        return {"type": "image", "image": image if is_digest(image) else keep_url(image, place)}
     url = part.get("image_url")
     if kind == "image_url" and isinstance(url := url.get("url") if isinstance(url, Mapping) else url, str):
         return {"type": "image", "image": keep_url(url, place)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Drawn, Mixture
-from nanodag.data.records import message_text, record_bytes
+from nanodag.data.records import message_text, record_bytes, refuse_images
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.steps import joined, step_ids
@@ -397,6 +397,7 @@ def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool, step_separat
 def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool) -> Piece:
     """The prompt up to where the assistant speaks, as far as both answers repeat it; and what each says from there on,
     up to its last token with loss."""
+    refuse_images(record["messages"])
     switches = record.get("template_options", {})
     said = {name: record[name] for name in ("chosen", "rejected") if name in record}
     prompt = np.array(renderer.prompt(record["messages"], switches), dtype=np.int32)
@@ -412,6 +413,7 @@ def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool
 
 def _steps_of(record: dict[str, Any], renderer: "ChatRenderer", encoding: "Encoding", separator: str) -> Piece:
     """The prompt and the steps of an answer, trained where a step ends."""
+    refuse_images(record["messages"])
     prompt = renderer.prompt(record["messages"], record.get("template_options", {}))
     steps = encoding.encode_batch(joined(record["steps"], separator))
     ids, places = step_ids(prompt, steps, renderer.stop_ids[:1])

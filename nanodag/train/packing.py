@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from nanodag.host.images import IMAGE_TOKENS
+
 Answer = tuple[np.ndarray, np.ndarray]
 ABSENT: Answer = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool))
 """Stands for the missing answer in a pair that has one."""
@@ -60,7 +62,10 @@ class Piece:
         return (self.num_positions,)
 
     def shortened(self, num_positions: int) -> "Piece":
-        """The first positions of a piece that is longer."""
+        """The first positions of a piece that is longer, and no part of an image."""
+        is_image = self.tokens >= IMAGE_TOKENS
+        while num_positions and is_image[num_positions - 1] and is_image[num_positions]:
+            num_positions -= 1
         trained = self.trained[:num_positions]
         judged = self.judged[: int(trained.sum())]
         return Piece(self.tokens[: num_positions + 1], trained, is_document=False, judged=judged)

@@ -20,6 +20,7 @@ from nanodag.data.core_tasks import TASKS, bundle_url, find_files
 from nanodag.data.digests import file_sha256
 from nanodag.data.opening import Part, open_source
 from nanodag.errors import ConfigError
+from nanodag.host.images import SETTINGS_FILES
 from nanodag.host.processor import usable_cores
 from nanodag.model.adapter_folder import leave_adapter
 from nanodag.model.architecture import Architecture, read_checkpoint
@@ -332,7 +333,7 @@ class Data:
     def _recipe(self, sources: Sequence[SourceConfig]) -> dict[str, Any]:
         """Everything that decides which tokens the data become, JSON values."""
         config, mirror = self._config, self._job.mirror
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *SETTINGS_FILES)
         tokenizer_files = [self._tokenizer_path / name for name in names]
         adapters = {source.adapter for source in sources if ":" in source.adapter}
         return {

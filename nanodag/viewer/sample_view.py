@@ -5,6 +5,7 @@ import codecs
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.text import Text
 
+from nanodag.errors import SourceError
 from nanodag.host.images import digests_in
 from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
@@ -130,11 +132,18 @@ def _group(reads: Sequence[Read], brush: "_Brush") -> PromptSamples:
     return PromptSamples(
         prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
         prompt=brush.text(shared) if shared else brush.cut("\n".join(spoken)),
-        images=[digest for _, _, digest in digests_in(first.rollout.prompt_token_ids)][:MOST_IMAGES],
+        images=_images_in(first.rollout.prompt_token_ids),
         answer=shortened(first.answer, ANSWER_LENGTH),
         mean=sum(rewards) / len(rewards) if rewards else None,
         samples=[[brush.branch(read, shared) for read in sample] for sample in ordered],
     )
+
+
+def _images_in(ids: Sequence[int]) -> list[str]:
+    """Digests of a prompt's images; none where others' ids spell none."""
+    with suppress(SourceError):
+        return [digest for _, _, digest in digests_in(ids)][:MOST_IMAGES]
+    return []
 
 
 @dataclass(frozen=True)

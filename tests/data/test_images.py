@@ -9,7 +9,10 @@ import pytest
 from PIL import Image
 
 from nanodag.data.adapters import open_adapter
+from nanodag.data.config import SourceConfig
 from nanodag.data.picture_problems import COLOURS, count_shapes
+from nanodag.data.question_form import asking
+from nanodag.data.records import held_out_score, message_text
 from nanodag.errors import SourceError
 from nanodag.host.images import (
     FOLDER,
@@ -22,9 +25,11 @@ from nanodag.host.images import (
     keep_beside,
     keep_url,
     keep_value,
+    opened,
     picture_url,
     words_in,
 )
+from nanodag.train.packing import conversation_piece
 
 LAYOUT = ImageLayout({"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 128 * 128}})
 
@@ -79,6 +84,8 @@ def test_no_file_is_read_by_what_is_no_digest(folder: Any, digest: str) -> None:
     image_folder().mkdir()
     with pytest.raises(SourceError, match="is not in"):
         content_of(digest)
+    with pytest.raises(SourceError):
+        LAYOUT.ids_of(digest)
     assert picture_url(image_folder(), digest) == ""
 
 
@@ -133,3 +140,53 @@ def test_images_are_kept_beside_rollouts_once(folder: Any) -> None:
     assert picture_url(folder / "records", kept.name).startswith("data:image/png;base64,")
     with pytest.raises(SourceError, match="spell no image"):
         digests_in([IMAGE_TOKENS] * 3)
+
+
+def test_an_image_that_was_changed_where_it_is_kept_is_refused() -> None:
+    digest = keep(picture())
+    (image_folder() / digest).write_bytes(picture(colour="blue"))
+    with pytest.raises(SourceError, match="is not the image"):
+        content_of(digest)
+
+
+def test_an_image_is_read_upright_and_a_strip_is_refused() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.new("RGB", (64, 32)).save(content := io.BytesIO(), format="JPEG", exif=exif)
+    assert opened(keep(content.getvalue())).size == (32, 64)
+    with pytest.raises(SourceError, match="at most 200 times"):
+        keep(picture(1, 500))
+
+
+def test_a_processors_own_limits_of_pixels_hold_before_those_of_its_size() -> None:
+    small = ImageLayout({"patch_size": 8, "merge_size": 2, "size": {"longest_edge": 1 << 20}, "max_pixels": 64 * 64})
+    assert len(small.ids_of(keep(picture(640, 640)))) == 16
+
+
+def test_a_conversation_that_is_too_long_is_cut_before_an_image_not_in_it() -> None:
+    ids = [5, 6, *LAYOUT.ids_of(keep(picture())), 7, 8]
+    piece = conversation_piece(np.array(ids, np.int32), np.ones(len(ids), bool))
+    for length in range(1, len(ids)):
+        cut = piece.shortened(length)
+        assert cut.num_positions == (2 if 2 < length < 14 else length), length
+        digests_in(cut.input_ids)
+
+
+def test_what_reads_text_alone_refuses_an_image_and_an_instruction_is_put_around_the_text() -> None:
+    record = open_adapter("problem", "file:x", "prompt", {})(0, count_shapes()[0])
+    with pytest.raises(SourceError, match="text alone is read"):
+        message_text(record["messages"][0])
+    assert held_out_score(record, "prompt") != held_out_score(
+        open_adapter("problem", "file:x", "prompt", {})(
+            0, {**count_shapes()[0], "images": count_shapes()[1]["images"]}
+        ),
+        "prompt",
+    )
+    asked = asking(SourceConfig(url="file:x", instruction="{question} Say a number."), "prompt")(record)
+    image, text = asked["messages"][0]["content"]
+    assert image == record["messages"][0]["content"][0] and text["text"].endswith("squares? Say a number.")
+
+
+def test_parts_of_text_alone_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert conversation_of({"messages": [{"role": "user", "content": parts}], "image": "unread"})[0]["content"] == "ab"

@@ -7,6 +7,7 @@ import pytest
 
 from nanodag.errors import SourceError
 from nanodag.host.images import FOLDER, content_of, digests_in
+from nanodag.tokenizer import bounds
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.messages import meant, plain
@@ -61,16 +62,43 @@ def test_a_second_turn_with_a_picture_follows_the_sampled_one(tmp_path: Any) -> 
     assert ids is not None and [*prompt, *sampled, *ids] == renderer.prompt([*first, *second])
 
 
-def test_a_text_that_spells_a_place_for_a_picture_is_refused(tmp_path: Any) -> None:
+def test_a_text_that_spells_a_place_for_a_picture_is_a_text_and_refused_beside_a_picture(tmp_path: Any) -> None:
     write_processor(tmp_path)
-    with pytest.raises(SourceError, match="has 1 places for 0 images, or a message spells"):
-        load_renderer(tmp_path).prompt([{"role": "user", "content": "look: <|image_pad|>"}])
+    renderer, spelling = load_renderer(tmp_path), {"role": "user", "content": "look: <|image_pad|>"}
+    assert digests_in(renderer.prompt([spelling])) == []
+    with pytest.raises(SourceError, match="has 2 places for 1 images, or a message spells"):
+        renderer.prompt([*conversation(0)["messages"], spelling])
+
+
+def test_messages_of_many_images_are_refused_before_their_ids_are_made(tmp_path: Any) -> None:
+    write_processor(tmp_path)
+    image = conversation(0)["messages"][0]["content"][0]
+    token = bounds.in_force.set(bounds.Bound(100))
+    try:
+        with pytest.raises(bounds.TooManyTokens):
+            load_renderer(tmp_path).opened([{"role": "user", "content": [image] * 7}])
+    finally:
+        bounds.in_force.reset(token)
+
+
+@pytest.mark.parametrize("image", ["../secret", "x" * 30, "/etc/passwd"])
+def test_a_message_names_an_image_by_its_digest_alone(tmp_path: Any, image: str) -> None:
+    write_processor(tmp_path)
+    with pytest.raises(SourceError, match="only data:image"):
+        load_renderer(tmp_path).opened([{"role": "user", "content": [{"type": "image", "image": image}]}])
+
+
+def test_parts_of_text_alone_need_a_template_that_knows_parts(tmp_path: Any) -> None:
+    write_processor(tmp_path, TEMPLATE.replace("{% elif m.content is string %}", "{% elif true %}"))
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": [{"type": "text", "text": "2"}]}]
+    with pytest.raises(SourceError, match="takes text alone"):
+        load_renderer(tmp_path).render_batch([said])
 
 
 def test_a_model_that_reads_no_pictures_refuses_them(tmp_path: Any) -> None:
     messages = conversation(0)["messages"]
     save_tokenizer({bytes([value]): value for value in range(256)}, tmp_path)
-    with pytest.raises(SourceError, match="no place for images"):
+    with pytest.raises(SourceError, match="no place for parts such as images"):
         load_renderer(tmp_path).render_batch([messages])
     write_processor(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()

@@ -10,7 +10,6 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import counted
-from nanodag.host.images import words_in
 from nanodag.rewards.reward import Reward
 from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
@@ -108,7 +107,7 @@ class SavedRollouts:
 
     def _check(self, rollout: Rollout) -> None:
         where = f"rollout.source {self._config.rollout.source}: group {rollout.group_id}"
-        largest = max(max(words_in(span.token_ids), default=0) for span in rollout.spans)
+        largest = max(max(span.token_ids, default=0) for span in rollout.spans)
         if largest >= self._vocabulary:
             raise SourceError(
                 f"{where} has the token id {largest}, and the model has {self._vocabulary}: another tokenizer made it."

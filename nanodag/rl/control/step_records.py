@@ -70,9 +70,7 @@ class Records:
 
     def _save(self, path: Path, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            for span in rollout.spans:
-                if span.kind != "sampled":
-                    keep_beside(self._images, span.token_ids)
+            keep_beside(self._images, rollout.prompt_token_ids)
         write_rollouts(path, rollouts)
 
     def responses(self, step: int, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
+from nanodag.data.records import message_text
 from nanodag.rl.environments.environment import Action, tool_named
 
 TIMEOUT_S = 30.0
@@ -64,8 +65,8 @@ class OpenEnv:
             parameters = {"type": "object", "properties": self._properties, "required": self._required}
             self._tools = [tool_named(ACT, "Acts in the environment.", {**parameters, **self._definitions})]
         *before, last = record["messages"]
-        text = self._text(told["observation"])
-        return [*before, {**last, "content": f"{last['content']}\n\n{text}" if text else last["content"]}]
+        asked, text = message_text(last), self._text(told["observation"])
+        return [*before, {**last, "content": f"{asked}\n\n{text}" if text else asked}]
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The server's tools, in OpenAI's form."""

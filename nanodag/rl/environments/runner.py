@@ -19,7 +19,6 @@ from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_parts import MAX_CALLS
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
-from nanodag.host.images import words_in
 from nanodag.host.threads import LoopThread, MadeOnce, all_of
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
@@ -152,7 +151,7 @@ class Turns:
                 f"a sample has {len(ids)} tokens, {sample.num_sampled} of them sampled, where {self._context} and "
                 f"{self._longest} are the limits"
             )
-        if not all(0 <= token < self._vocabulary for token in words_in(ids)):
+        if not all(0 <= token < self._vocabulary for token in ids):
             raise ValueError(f"a sample holds the token id {max(ids)}; the vocabulary has {self._vocabulary}")
         if not sample.is_trained and not sample.role:
             raise ValueError("a sample that is not trained must say its role")

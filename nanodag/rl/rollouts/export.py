@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
+from nanodag.host.images import images_in
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, flatten_response
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted
 from nanodag.store.atomic import is_leftover, temporary_name
@@ -217,6 +218,8 @@ def _as_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings whose names differ from row to row as JSON text."""
     columns = {k: json.dumps(v, sort_keys=True) if isinstance(v, Mapping) else v for k, v in row.items()}
     for name in {"messages", "prompt"} & row.keys():
+        if next(images_in(row[name]), None) is not None:
+            raise ConfigError("Rollouts with images are exported as JSON lines: name a file that ends in .jsonl.")
         contents = [c if isinstance(c := message["content"], str) else json.dumps(c) for message in row[name]]
         columns[name] = [{**message, "content": c} for message, c in zip(row[name], contents, strict=True)]
     return columns
