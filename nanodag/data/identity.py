@@ -14,11 +14,11 @@ greeting before them or none, and words each question and answer anew. Row i dep
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from nanodag.data.sources import LazyRows, Row
 from nanodag.errors import SourceError
 
 MOST_SUBJECTS = 3
@@ -82,21 +82,17 @@ def read_persona(path: Path) -> Persona:
         ) from error
 
 
-class Conversations(Sequence[dict[str, Any]]):
+class Conversations(LazyRows):
     """`size` conversations with that persona, as rows with a column `messages`."""
 
     def __init__(self, persona: Persona, *, size: int, seed: int) -> None:
-        self._persona, self._size, self._seed = persona, size, seed
+        super().__init__(size, self._row)
+        self._persona, self._seed = persona, seed
         own = [(fact.ask, fact.say) for fact in persona.facts]
         about = [(_ABOUT, (" ".join(persona.about),))] if persona.about else []
         self._subjects: list[tuple[Sequence[str], Sequence[str]]] = [_NAME, _MAKER, _OTHERS, *about, *own]
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override] # no slices
-        if not 0 <= index < self._size:
-            raise IndexError(index)
+    def _row(self, index: int) -> Row:
         stream = random.Random(f"identity:{self._seed}:{index}")
         messages = [
             {"role": role, "content": self._named(text)}

@@ -6,47 +6,44 @@ made when they are taken and depend on function, parameters, seed and index alon
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+from nanodag.data.sources import LazyRows, Row
+
 Split = Literal["train", "test"]
-Row = dict[str, str]
 
 GENERATORS = ("sort", "reverse", "pick", "add")  # what a pipeline may name of this module
 _TEST_SHARE = 0.2
 
 
-class Problems(Sequence[Row]):
+def rows_of(size: int, split: Split, make: Callable[[int], Row]) -> LazyRows:
+    """`size` rows, made by their index. Raises ValueError for a split that there is not, and for no rows."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split {split!r} is neither 'train' nor 'test'")
+    if size < 1:
+        raise ValueError(f"size {size} is below 1")
+    return LazyRows(size, make)
+
+
+def is_of_test(text: str) -> bool:
+    """Whether a text belongs to the split `test`, by its hash."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64 < _TEST_SHARE
+
+
+def _problems(
+    name: str, make: Callable[[random.Random], tuple[str, str]], *, size: int, seed: int, split: Split
+) -> LazyRows:
     """`size` problems of one split; row i is the first of its own random stream that falls into the split."""
 
-    def __init__(
-        self, name: str, make: Callable[[random.Random], tuple[str, str]], *, size: int, seed: int, split: Split
-    ) -> None:
-        if split not in ("train", "test"):
-            raise ValueError(f"split {split!r} is neither 'train' nor 'test'")
-        if size < 1:
-            raise ValueError(f"size {size} is below 1")
-        self._name, self._make, self._size, self._seed, self._split = name, make, size, seed, split
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
-        if not 0 <= index < self._size:
-            raise IndexError(index)
-        for question, answer in self._draws(index):
-            if (_share_of(question) < _TEST_SHARE) == (self._split == "test"):
-                return {"question": question, "answer": answer}
-        raise AssertionError("unreachable: the stream of draws has no end")
-
-    def _draws(self, index: int) -> Iterator[tuple[str, str]]:
-        stream = random.Random(f"{self._name}:{self._seed}:{index}")
+    def row(index: int) -> Row:
+        stream = random.Random(f"{name}:{seed}:{index}")
         while True:
-            yield self._make(stream)
+            question, answer = make(stream)
+            if is_of_test(question) == (split == "test"):
+                return {"question": question, "answer": answer}
 
-
-def _share_of(question: str) -> float:
-    return int.from_bytes(hashlib.blake2b(question.encode(), digest_size=8).digest(), "big") / 2**64
+    return rows_of(size, split, row)
 
 
 def _numbers(stream: random.Random, count: int) -> list[int]:
@@ -57,27 +54,27 @@ def _joined(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def sort(*, count: int = 5, size: int = 1000, seed: int = 0, split: Split = "train") -> Problems:
+def sort(*, count: int = 5, size: int = 1000, seed: int = 0, split: Split = "train") -> LazyRows:
     """Two-digit numbers in ascending order."""
 
     def make(stream: random.Random) -> tuple[str, str]:
         numbers = _numbers(stream, count)
         return f"Sort: {_joined(numbers)}", _joined(sorted(numbers))
 
-    return Problems(f"sort-{count}", make, size=size, seed=seed, split=split)
+    return _problems(f"sort-{count}", make, size=size, seed=seed, split=split)
 
 
-def reverse(*, longest: int = 6, size: int = 1000, seed: int = 0, split: Split = "train") -> Problems:
+def reverse(*, longest: int = 6, size: int = 1000, seed: int = 0, split: Split = "train") -> LazyRows:
     """A list of 2 to `longest` two-digit numbers, backwards."""
 
     def make(stream: random.Random) -> tuple[str, str]:
         numbers = _numbers(stream, stream.randrange(2, longest + 1))
         return f"Reverse: {_joined(numbers)}", _joined(numbers[::-1])
 
-    return Problems(f"reverse-{longest}", make, size=size, seed=seed, split=split)
+    return _problems(f"reverse-{longest}", make, size=size, seed=seed, split=split)
 
 
-def pick(*, longest: int = 6, size: int = 1000, seed: int = 0, split: Split = "train") -> Problems:
+def pick(*, longest: int = 6, size: int = 1000, seed: int = 0, split: Split = "train") -> LazyRows:
     """The first, second or last number of a list of 2 to `longest`."""
 
     def make(stream: random.Random) -> tuple[str, str]:
@@ -85,14 +82,14 @@ def pick(*, longest: int = 6, size: int = 1000, seed: int = 0, split: Split = "t
         word, place = stream.choice([("First", 0), ("Second", 1), ("Last", -1)])
         return f"{word} of: {_joined(numbers)}", str(numbers[place])
 
-    return Problems(f"pick-{longest}", make, size=size, seed=seed, split=split)
+    return _problems(f"pick-{longest}", make, size=size, seed=seed, split=split)
 
 
-def add(*, largest: int = 9, size: int = 1000, seed: int = 0, split: Split = "train") -> Problems:
+def add(*, largest: int = 9, size: int = 1000, seed: int = 0, split: Split = "train") -> LazyRows:
     """The sum of two numbers from 0 to `largest`."""
 
     def make(stream: random.Random) -> tuple[str, str]:
         a, b = stream.randrange(largest + 1), stream.randrange(largest + 1)
         return f"Add: {a} + {b}", str(a + b)
 
-    return Problems(f"add-{largest}", make, size=size, seed=seed, split=split)
+    return _problems(f"add-{largest}", make, size=size, seed=seed, split=split)

@@ -5,17 +5,14 @@ word belongs to `train` or `test` by a hash of itself, so no word of the test wa
 when they are taken and depend on function, parameters, seed and index alone.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
-Split = Literal["train", "test"]
-Row = dict[str, str]
+from nanodag.data.lists import Split, is_of_test, rows_of
+from nanodag.data.sources import LazyRows, Row
 
 GENERATORS = ("count", "spell")  # what a pipeline may name of this module
-_TEST_SHARE = 0.2
 
 # English words of everyday life, 3 to 13 letters, many with a letter twice.
 WORDS = tuple(Path(__file__).with_name("everyday_words.txt").read_text(encoding="utf-8").split())
@@ -33,42 +30,21 @@ _SPELL = ("Spell {word}.", "Spell the word {word}", "How is {word} spelled?", "W
 _QUOTES = ("", "", "'", '"')
 
 
-class Questions(Sequence[Row]):
+def _questions(
+    name: str, ask: Callable[[random.Random, str], tuple[str, str]], *, reward: str, size: int, seed: int, split: Split
+) -> LazyRows:
     """`size` questions about the words of one split. reward: who judges the answer."""
+    words = [word for word in WORDS if is_of_test(word) == (split == "test")]
 
-    def __init__(
-        self,
-        name: str,
-        ask: Callable[[random.Random, str], tuple[str, str]],
-        *,
-        reward: str,
-        size: int,
-        seed: int,
-        split: Split,
-    ) -> None:
-        if split not in ("train", "test"):
-            raise ValueError(f"split {split!r} is neither 'train' nor 'test'")
-        if size < 1:
-            raise ValueError(f"size {size} is below 1")
-        self._name, self._ask, self._reward, self._size, self._seed = name, ask, reward, size, seed
-        self._words = [word for word in WORDS if _is_of_test(word) == (split == "test")]
+    def row(index: int) -> Row:
+        stream = random.Random(f"{name}:{seed}:{index}")
+        question, answer = ask(stream, stream.choice(words))
+        return {"question": question, "answer": answer, "reward": reward}
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
-        if not 0 <= index < self._size:
-            raise IndexError(index)
-        stream = random.Random(f"{self._name}:{self._seed}:{index}")
-        question, answer = self._ask(stream, stream.choice(self._words))
-        return {"question": question, "answer": answer, "reward": self._reward}
+    return rows_of(size, split, row)
 
 
-def _is_of_test(word: str) -> bool:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "big") / 2**64 < _TEST_SHARE
-
-
-def count(*, size: int = 1000, seed: int = 0, split: Split = "train") -> Questions:
+def count(*, size: int = 1000, seed: int = 0, split: Split = "train") -> LazyRows:
     """How often a letter stands in a word; the answer spells, counts and ends in `#### number`, for reward gsm8k."""
 
     def ask(stream: random.Random, word: str) -> tuple[str, str]:
@@ -82,16 +58,16 @@ def count(*, size: int = 1000, seed: int = 0, split: Split = "train") -> Questio
         steps = [f"{word} is spelled {_spelled(word)}. I look for {letter}:", *lines, f"{letter} occurs {times}."]
         return _asked(stream, _COUNT, word=word, letter=letter), "\n".join([*steps, f"#### {seen}"])
 
-    return Questions("count", ask, reward="gsm8k", size=size, seed=seed, split=split)
+    return _questions("count", ask, reward="gsm8k", size=size, seed=seed, split=split)
 
 
-def spell(*, size: int = 1000, seed: int = 0, split: Split = "train") -> Questions:
+def spell(*, size: int = 1000, seed: int = 0, split: Split = "train") -> LazyRows:
     """A word, letter by letter."""
 
     def ask(stream: random.Random, word: str) -> tuple[str, str]:
         return _asked(stream, _SPELL, word=word), _spelled(word)
 
-    return Questions("spell", ask, reward="exact", size=size, seed=seed, split=split)
+    return _questions("spell", ask, reward="exact", size=size, seed=seed, split=split)
 
 
 def _spelled(word: str) -> str:
