@@ -14,8 +14,8 @@ from benchmarks import (
     gpu_parts,
     orchestration,
     pocket,
-    replay_learns,
     retry,
+    saved_learns,
     step_judge,
     verifiers_learns,
 )
@@ -88,11 +88,11 @@ def test_the_rl_stages_of_learning_benchmarks_resolve(tmp_path):
         file = gains.write_pipeline(tmp_path, "p", gains.stages_of("file:/calls.jsonl", rl), 4330)
         assert resolve(file, "p", ["seed=1"]).pipeline.stages["rl"].num_steps == 3
     document = yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]["pocket"]["stages"]
-    stages = replay_learns.variants(document["rl"], "/a", "/b")
+    stages = saved_learns.variants(document["rl"], "/a", "/b")
     file = gains.write_pipeline(tmp_path, "p", {"sft": {"kind": "import", "model": "file:/m"}, **stages}, 4330)
     found = resolve(file, "p").pipeline.stages
-    answers = {name: found[name].num_steps * found[name].rollout.num_fresh for name in replay_learns.VARIANTS[-3:]}
-    assert set(answers.values()) == {90 * 64}, "as many sampled answers each"
+    answers = [stage.num_steps * stage.rollout.prompts_per_step for stage in map(found.get, ("fresh", "half_steps"))]
+    assert answers == [90 * 64] * 2, "as many sampled answers each"
 
 
 def test_what_rl_learned_is_its_last_evaluation_over_its_first_and_a_failed_sample_counts_as_wrong(store, tmp_path):

@@ -105,7 +105,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "samples": lambda s: s.rollout.generate.is_one_turn and s.rollout.is_sampled
         and s.rollout.samples_per_prompt > MAX_SAMPLES,
     "samples_evaluated": lambda s: s.rollout.generate.is_one_turn and s.evaluation.eval_samples > MAX_SAMPLES,
-    "over_sampling": lambda s: s.rollout.over_sampling and s.rollout.over_sampling < s.rollout.num_fresh,
+    "over_sampling": lambda s: s.rollout.over_sampling and s.rollout.over_sampling < s.rollout.prompts_per_step,
     "curriculum_skip": lambda s: s.rollout.curriculum_skip and s.rollout.samples_per_prompt == 1,
     "nonzero_spread": lambda s: _is_alone(s) and any(entry.name == "nonzero_spread" for entry in s.rollout.filters),
     "overlong_buffer": lambda s: s.rollout.overlong_buffer > s.rollout.max_new_tokens,
@@ -116,10 +116,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "segments_of_turns": lambda s: s.rollout.partial_rollout_tokens and not s.rollout.generate.is_one_turn,
     "segments_corrected": lambda s: s.rollout.partial_rollouts == "correct"
         and not (s.rollout.partial_rollout_tokens and s.rollout.max_staleness),
-    "replay_saved": lambda s: not s.rollout.is_sampled and s.rollout.replay.share,
     "clone_sampled": lambda s: s.rollout.is_sampled and s.rollout.clone.best,
-    "replay_groups": lambda s: s.rollout.replay.share and not 0 < s.rollout.num_replayed < s.rollout.prompts_per_step,
-    "replay_staleness": lambda s: s.rollout.replay.share and s.rollout.replay.max_staleness <= s.rollout.max_staleness,
     "routes_of_turns": lambda s: s.rollout.router_replay and not s.rollout.generate.is_one_turn,
     "routes_twice": lambda s: s.rollout.router_replay
         and (s.rollout.partial_rollout_tokens or s.weights.sync_mode == "retract"),
@@ -159,8 +156,6 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "epochs_by_weights": lambda s: s.num_epochs and not mixes_by_epochs(s.data),
     "rollouts_keep_best": lambda s: s.only == "rollouts" and s.best_metric,
     "rollouts_saved": lambda s: s.only == "rollouts" and not s.rollout.is_sampled,
-    "rollouts_replayed": lambda s: s.only == "rollouts" and s.rollout.replay.share,
-    "replay_correction": lambda s: s.rollout.replay.share and s.algorithm.correction.name == "none",
     "clone_advantages": lambda s: s.rollout.clone.best
         and (s.algorithm.kl_in == "reward" or s.algorithm.teacher != TeacherConfig()),
     "patience": lambda s: s.evaluation.patience and not s.best_metric,
@@ -208,7 +203,6 @@ UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] =
     (lambda s: not s.rollout.overlong_buffer, ("overlong_penalty",), "[overlong_buffer]"),
     (lambda s: not s.rollout.clone.best, ("clone.lowest_reward",), "[clone.best]"),
     (lambda s: s.only == "rollouts", ("router_replay", "lora_sync"), "only: {only}"),
-    (lambda s: not s.rollout.replay.share, ("replay.max_staleness",), "[replay.share:g]"),
     (lambda s: s.rollout.clone.best, OF_POLICY_LOSSES, "[rollout.clone.best]"),
     (lambda s: s.rollout.clone.best and s.rollout.filters, ("filters",), "[rollout.clone.best]"),
     (lambda s: not s.algorithm.kl_coefficient, ("kl_unbiased",), "[kl_coefficient:g]"),

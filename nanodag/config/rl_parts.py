@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
-from nanodag.config.section import Auto, Natural, Positive, Precision, Seconds, Section, Share, later, operational
+from nanodag.config.section import Auto, Natural, Positive, Precision, Seconds, Section, later, operational
 from nanodag.config.stage_base import StageBase, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
@@ -276,16 +276,6 @@ class CloneConfig(Section):
     """The least reward of an answer that is imitated."""
 
 
-class ReplayConfig(Section):
-    """Groups of earlier steps that are trained again, beside fresh ones. It needs a correction."""
-
-    share: Share = 0.0
-    """Share of a step's groups that earlier steps have trained. So many fewer are generated; the first steps, with too
-    few to replay, are smaller. 0 for none."""
-    max_staleness: int = Field(8, ge=1, le=100_000_000)
-    """Most steps between the weights that sampled a replayed group's oldest token and its step."""
-
-
 class CriticConfig(Section):
     """PPO's critic."""
 
@@ -358,7 +348,7 @@ class SampledStage(StageBase):
     """Rounds of rollouts (slime's num_rollout)."""
     num_epochs: float = Field(0.0, ge=0, le=1_000_000)
     """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill. A step asks
-    prompts_per_step of them, less those of the groups that rollout.replay trains again. 0 for num_steps."""
+    prompts_per_step of them. 0 for num_steps."""
     log_responses: int = operational(0, ge=0)
     """Responses of each step that metrics.jsonl and trackers get as a table, with prompt, text and reward: the first
     one of each group in turn, then the second, each with its branches. 0 for none."""

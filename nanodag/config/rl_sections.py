@@ -70,8 +70,6 @@ class RolloutSection(SamplingSection):
     evaluations alone, and settings of generation mean nothing."""
     clone: parts.CloneConfig = parts.CloneConfig()
     """Imitation of the best answers in the files of `source`."""
-    replay: parts.ReplayConfig = parts.ReplayConfig()
-    """Groups of earlier steps that are trained again."""
     order: Literal["prompt", "arrival"] | Auto = "auto"
     """Which groups a step trains. `prompt`: the next ones in the data, which each run repeats. `arrival`: the first
     that are done and pass, while others stay in flight; none waits longer than max_staleness steps, and none is dropped
@@ -92,16 +90,6 @@ class RolloutSection(SamplingSection):
     def is_sampled(self) -> bool:
         """True where the rollouts that are trained are generated."""
         return self.source == SAMPLERS
-
-    @property
-    def num_replayed(self) -> int:
-        """Groups of a step that earlier steps have trained, once there are as many."""
-        return round(self.replay.share * self.prompts_per_step)
-
-    @property
-    def num_fresh(self) -> int:
-        """Groups of a step that are generated for it."""
-        return self.prompts_per_step - self.num_replayed
 
 
 class AlgorithmSection(StageSection):

@@ -69,7 +69,7 @@ def planned_steps(stage: RLStage, sizes: Sizes) -> int | None:
         if whole is None or whole.rows is None:
             return None
         prompts += whole.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
-    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.num_fresh))
+    return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.prompts_per_step))
 
 
 def plan_rl(case: Case[RLStage]) -> StagePlan:
@@ -269,14 +269,14 @@ def step_of(case: Case[RLStage]) -> Step:
     is_filtered = any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen
     groups = rollout.prompts_per_step * (_spread(case) if is_filtered else 1.0)
     samples = prompts_a_step(case.stage) * rollout.samples_per_prompt
-    again = rollout.num_replayed if rollout.is_sampled else rollout.prompts_per_step  # groups that exist
+    existing = 0 if rollout.is_sampled else rollout.prompts_per_step  # groups of files
     return Step(
         prompt=prompt,
         answer=answer,
         groups=groups,
         samples=samples,
         sampled=samples * answer,
-        kept=(samples + again * rollout.samples_per_prompt) * answer,
+        kept=(samples + existing * rollout.samples_per_prompt) * answer,
         trained=groups * (prompt + rollout.samples_per_prompt * answer),
     )
 
@@ -298,7 +298,7 @@ def mean_prompt(case: Case[RLStage]) -> float:
 def prompts_a_step(stage: RLStage) -> int:
     """Prompts that a step asks."""
     rollout = stage.rollout
-    return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
+    return (rollout.over_sampling or rollout.prompts_per_step) if rollout.is_sampled else 0
 
 
 def asked_at_once(stage: RLStage) -> int:

@@ -16,7 +16,7 @@ from nanodag.cli.rollouts import save_rollouts
 from nanodag.data.records import check_record
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.rl.rollouts.export import export_chats, export_pairs, export_rollouts
-from nanodag.rl.rollouts.rollout import REPLAYED, Span, write_rollouts
+from nanodag.rl.rollouts.rollout import Span, write_rollouts
 from nanodag.rl.rollouts.rollout_files import Shelf, Wanted
 from nanodag.store.atomic import is_leftover
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -89,11 +89,10 @@ def test_all_pairs_of_a_group_are_every_two_different_answers_with_different_rew
     assert told == {("best", "good"), ("best", "bad"), ("good", "bad")} and len(lines(tmp_path / "pairs.jsonl")) == 3
 
 
-def test_further_sequences_and_replayed_groups_are_no_examples(shelf, tmp_path):
+def test_further_sequences_are_no_examples(shelf, tmp_path):
     folder = shelf.records / "rollouts"
     branch = answer("p", 5, "aside", 1.0, branch=1, role="critic")
-    again = answer("p", 1, "best", 1.0, metadata={REPLAYED: 1})
-    write_rollouts(folder / "step-00000003.jsonl", [branch, again])
+    write_rollouts(folder / "step-00000003.jsonl", [branch])
     asked = (folder / "step-00000001.answers.jsonl").read_text()
     (folder / "step-00000003.answers.jsonl").write_text(asked)
     assert export_rollouts(shelf, tmp_path / "all.jsonl").rows == 10

@@ -102,12 +102,8 @@ REFUSED = [
     ({"clone": {"best": 1}}, "clone.best 1 chooses from files, and source is samplers"),
     ({**SAVED, "clone": {"best": 1}, "advantage": "rloo"}, "advantage rloo means nothing with rollout.clone"),
     ({**SAVED, "clone": {"lowest_reward": 0.5}}, "means nothing with clone.best 0"),
-    ({**SAVED, "replay": {"share": 0.5}, "correction": "tis"}, "replay.share 0.5 keeps what samplers made"),
     ({**SAVED, "num_epochs": 2.0}, "num_epochs 2 with rollout.source file:/r"),
     ({"source": "rollouts.jsonl"}, "source"),
-    ({"replay": {"share": 0.5}}, "trains what older weights sampled, and algorithm.correction is none"),
-    ({**TWO, "replay": {"share": 0.1}}, "share 0.1 of prompts_per_step 2 is 0 groups"),
-    ({**TWO, **BEHIND, "replay": {"share": 0.5, "max_staleness": 1}}, "is not above"),
     # experts of the samplers
     ({**ROUTED, "generate": "python"}, "and generate python has turns of its own"),
     ({**ROUTED, "sequence_parallel": 2}, "optimizer.sequence_parallel 2, which no mixture of experts has"),

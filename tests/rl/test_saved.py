@@ -19,7 +19,6 @@ from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.export import export_rollouts
 from nanodag.rl.rollouts.rollout import (
     GREEDY,
-    REPLAYED,
     Rollout,
     Span,
     read_lines,
@@ -109,8 +108,7 @@ def test_a_line_of_an_export_is_the_rollout_that_was_exported(tmp_path):
 def test_what_is_no_example_is_left_out_by_reason_and_the_rest_is_trained(tmp_path, caplog):
     caplog.set_level("INFO")
     long, alone = answer("long", 0, "x" * 20, 1.0), answer("alone", 0, "x", 1.0)
-    again = [replace(one, metadata={REPLAYED: 1}) for one in group("again")]
-    lines = [*group("kept"), long, alone, answer("none", 0, "x", None), *again]
+    lines = [*group("kept"), long, alone, answer("none", 0, "x", None)]
     write_rollouts(tmp_path / "all.jsonl", lines)
     found = source(tmp_path / "all.jsonl")
     assert taken(found, 1) == ["kept", "kept"]

@@ -30,8 +30,6 @@ DROPS = {**TEN, "over_sampling": 3}  # groups are dropped, and prompts given bac
 FEW = {**TEN, "prompts_per_step": 1, "samples_per_prompt": 3}  # in many steps no group is left
 SIX = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
 PPO = {"advantage": "gae", "filters": [], "critic": {"learning_rate": 1e-2, "warmup_steps": 2, "epochs": 2}}
-REPLAY = {"replay": {"share": 0.5, "max_staleness": 3}, "correction": "tis", "prompts_per_step": 4, "num_steps": 8}
-REPLAY |= {"checkpoint_every": 2, "eval_every": 4, "micro_batch_tokens": 128}
 BEST = "best:eval_reward"
 JUDGE = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 128}
 TURNS_TAKEN = {"placement": "shared", "lends_states": True}
@@ -132,9 +130,6 @@ SLOW = {
         ((1, 2, KILL), (3, 5, STOP)),
         None,
     ),
-    "replay": (plain, REPLAY, TWICE, None),
-    "replay, ahead": (plain, {**REPLAY, "max_staleness": 1}, TWICE, None),
-    "replay, two ranks": (plain, {**REPLAY, **on(2)}, TWICE, None),
     "agent": (played("agent"), {"over_sampling": 3}, EARLY, has_the_sequences_of_an_agent),
     "agent, ahead": (played("agent"), {**AHEAD, "over_sampling": 3}, EARLY, has_the_sequences_of_an_agent),
     "turns": (played("turns"), {"over_sampling": 3}, EARLY, None),

@@ -36,7 +36,6 @@ from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.memory_turns import held_memory
 from nanodag.rl.control.pool import RolloutPool
-from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.control.saved_rollouts import SavedRollouts
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
@@ -90,7 +89,6 @@ class Controller:
             self._generator = SavedRollouts(self._config, services.model)
         elif rollout.order == "arrival":
             self._pool = RolloutPool(generator, self._cursor, is_stopping=stop_requested)
-        self._replay = ReplayBuffer(self._config)
         self._stopwatch = metrics.Stopwatch()
         self._evaluations = Evaluations(job, generator, policy_format, self._stopwatch, context=services.context)
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
@@ -189,9 +187,8 @@ class Controller:
         values = metrics.rollout_metrics(batch.all_rollouts) | metrics.drop_counts(reasons)
         if step == 1 and rollout.is_sampled and self._config.has_trainer:
             checks.warn_of_first_step(values, batch, max_new_tokens=rollout.max_new_tokens)
-        fresh, batch = batch, self._replay.with_replayed(step, batch, versions)
         if rollout.is_sampled:
-            values |= batches.staleness_metrics(batch.trained, versions) | replay_metrics(batch, versions)
+            values |= batches.staleness_metrics(batch.trained, versions)
         if self._config.has_samplers:
             held = await held_memory(self._services.samplers)
             peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]  # not every engine says it
@@ -207,13 +204,12 @@ class Controller:
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._export(folder)
-        self._replay.keep(step, fresh, self._state["versions"])
-        sampled = sum(sequence.num_sampled for sequence in fresh.all_rollouts) if rollout.is_sampled else 0
-        self._count(fresh, values, sampled)
-        self._records.ledger(step, fresh)
-        values |= {"sampled_tokens": sampled, "seconds_generate": fresh.seconds, "partial_groups": fresh.num_partial}
-        values |= fresh.pool
-        self._rollouts = fresh.all_rollouts if self._config.log_responses else []
+        sampled = sum(sequence.num_sampled for sequence in batch.all_rollouts) if rollout.is_sampled else 0
+        self._count(batch, values, sampled)
+        self._records.ledger(step, batch)
+        values |= {"sampled_tokens": sampled, "seconds_generate": batch.seconds, "partial_groups": batch.num_partial}
+        values |= batch.pool
+        self._rollouts = batch.all_rollouts if self._config.log_responses else []
         self._values = values | {"version": self._state["version"]}
 
     def note(self, step: int) -> None:
@@ -264,8 +260,7 @@ class Controller:
         state["version"] += first["num_updates"]
         if first["num_updates"]:
             # one more than may be used, so that what is too old is seen to be
-            oldest = max(self._config.rollout.max_staleness, self._config.rollout.replay.max_staleness)
-            state["versions"] = [*state["versions"], state["version"]][-oldest - 2 :]
+            state["versions"] = [*state["versions"], state["version"]][-self._config.rollout.max_staleness - 2 :]
         return metrics.update_metrics(replies, critic_epochs=self._config.algorithm.critic.epochs)
 
     def _count(self, batch: batches.RolloutBatch, values: dict[str, float], sampled: int) -> None:
@@ -314,7 +309,6 @@ class Controller:
             checks.check_ranks(folder, replies, self._state["version"])
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 batches.write_batch(folder / f"batch-{number}.json", batch)
-            self._replay.save(folder)
             if pooled is not None:
                 batches.write_batch(folder / "pool.json", pooled)
             for policy, (_, source) in weights.items():
@@ -333,7 +327,6 @@ class Controller:
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
         checks.check_totals(folder, saved["state"]["totals"], self._state["totals"])
         checks.check_source(folder, saved["source"], self._generator.identity)
-        self._replay.load(folder)
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
         self._evaluations.load(folder, saved["evals"])

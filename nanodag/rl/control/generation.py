@@ -74,9 +74,9 @@ class RolloutGenerator:
         self._reported_weight = sum(reward.weight for reward in self.config.reward if reward.name == REPORTED)
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
-        """The groups of one step: `num_fresh` that pass the filters, or fewer.
+        """The groups of one step: `prompts_per_step` that pass the filters, or fewer.
 
-        Without over-sampling one wave of `num_fresh` prompts is generated, and what passes is trained. With it,
+        Without over-sampling one wave of `prompts_per_step` prompts is generated, and what passes is trained. With it,
         waves of `over_sampling` prompts follow one another, at most WAVES_A_STEP, until enough have passed; prompts of
         a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
@@ -86,10 +86,10 @@ class RolloutGenerator:
         else:
             rollout = self.config.rollout
             for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
-                prompts = cursor.take(rollout.over_sampling or rollout.num_fresh)
+                prompts = cursor.take(rollout.over_sampling or rollout.prompts_per_step)
                 num_used = await self._wave(prompts, step, batch)
                 cursor.give_back(prompts[num_used:])
-                if len(batch.kept) == rollout.num_fresh:
+                if len(batch.kept) == rollout.prompts_per_step:
                     break
         self.conclude(cursor, step, batch)
         batch.passed_over = cursor.passed_over()
@@ -107,14 +107,14 @@ class RolloutGenerator:
         self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch], *, most: float | None = None
     ) -> tuple[RolloutBatch, ...]:
         """The rollout batches of a checkpoint of this step, the next one's first, with failed rewards computed again:
-        the function may have been mended. most: groups that one may keep, `num_fresh` if not given.
+        the function may have been mended. most: groups that one may keep, `prompts_per_step` if not given.
 
         Groups are chosen again in the order of their prompts; those that are not needed any more go back to the cursor,
         of all rollout batches together, so that the order stays.
         """
         spare: list[Prompt] = []
         judged = list(waiting)
-        limit = self.config.rollout.num_fresh if most is None else most
+        limit = self.config.rollout.prompts_per_step if most is None else most
         for number, batch in enumerate(waiting):
             if not any(map(has_failed_reward, batch.all_rollouts)):
                 continue
@@ -161,7 +161,7 @@ class RolloutGenerator:
         rollout = self.config.rollout
         groups: list[Prompt] = []
         num_drawn = 0
-        while len(batch.kept) < rollout.num_fresh and num_drawn < WAVES_A_STEP * rollout.over_sampling:
+        while len(batch.kept) < rollout.prompts_per_step and num_drawn < WAVES_A_STEP * rollout.over_sampling:
             new = cursor.take(rollout.over_sampling - len(groups))
             num_drawn += len(new)
             groups += new
@@ -179,7 +179,7 @@ class RolloutGenerator:
         for prompt, group in zip(prompts, groups, strict=True):
             if any(map(is_unfinished, group)):
                 rest.append(replace(prompt, begun=tuple(group)))
-            elif len(batch.kept) < self.config.rollout.num_fresh:
+            elif len(batch.kept) < self.config.rollout.prompts_per_step:
                 self._judge(replace(prompt, begun=()), group, batch)
             else:
                 rest.append(replace(prompt, begun=()))
@@ -192,7 +192,7 @@ class RolloutGenerator:
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
-                if len(batch.kept) == self.config.rollout.num_fresh:
+                if len(batch.kept) == self.config.rollout.prompts_per_step:
                     break
                 self._judge(prompt, await task, batch)
                 used += 1

@@ -50,7 +50,7 @@ class RolloutPool:
     ) -> None:
         config, rollout = generator.config, generator.config.rollout
         self._generator, self._cursor, self._is_stopping = generator, cursor, is_stopping
-        self._num_steps, self._size, self._lag = config.num_steps, rollout.num_fresh, rollout.max_staleness
+        self._num_steps, self._size, self._lag = config.num_steps, rollout.prompts_per_step, rollout.max_staleness
         self._max_in_flight = most_in_flight(int(config.sampler.max_batch), rollout.samples_per_prompt)
         self._groups: list[Group] = []  # in the order in which they began
         self._dropped: list[Dropped] = []  # since a step was taken last, as what was passed over

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
 from nanodag.host.images import images_in
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, flatten_response
+from nanodag.rl.rollouts.rollout import Rollout, flatten_response
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted
 from nanodag.store.atomic import is_leftover, temporary_name
 from nanodag.tokenizer.encoding import Encoding
@@ -41,8 +41,8 @@ def export_rollouts(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int
 
 
 def rollout_rows(shelf: Shelf, wanted: Wanted = ANY, *, step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. What
-    was replayed stands where it was trained first. wanted, step: what is left of them, here and in the exports.
+    """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. wanted,
+    step: what is left of them, here and in the exports.
 
     A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, branch, role, messages,
     answer (the right one), response, turns (kind and text of each span), reward, reward_components, finish_reason,
@@ -163,7 +163,7 @@ def _reads(shelf: Shelf, wanted: Wanted, step: int | None) -> Iterator[tuple[int
     """Rollouts with the step of each. Raises ArtifactNotFound for a step that there is not."""
     for number in shelf.steps_with_rollouts() if step is None else (step,):
         for read in shelf.read(number):
-            if read.fate != REPLAYED and wanted.is_met_by(read):
+            if wanted.is_met_by(read):
                 yield number, read
 
 

@@ -54,8 +54,6 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
     for name in (*names, "kl", "teacher_kl"):
         if name in summed:
             metrics[f"{name}_share" if name in ("clipped", "left_out") else name] = summed[name] / tokens
-    if replayed := summed.get("replayed"):
-        metrics["replayed_ratio"] = summed["replayed_ratio"] / replayed
     return metrics | largest
 
 

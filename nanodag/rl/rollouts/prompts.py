@@ -180,7 +180,7 @@ def with_num_steps(config: RLStage, mirror: Path | None = None) -> RLStage:
     if not config.num_epochs:
         return config
     num_prompts = sum(1 for _ in Mixture(config.data, kind="prompt", seed=int(config.seed), mirror=mirror))
-    num_steps = max(1, math.ceil(config.num_epochs * num_prompts / config.rollout.num_fresh))
+    num_steps = max(1, math.ceil(config.num_epochs * num_prompts / config.rollout.prompts_per_step))
     log.info("%s make %g epochs of %s.", counted(num_steps, "step"), config.num_epochs, counted(num_prompts, "prompt"))
     try:
         return type(config).model_validate({**config.model_dump(), "num_steps": num_steps, "num_epochs": 0.0})

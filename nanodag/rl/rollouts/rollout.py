@@ -40,7 +40,6 @@ FAILED = "generate_error"  # why there is no response
 LAST_WORDS = "last_words"  # the last lines that what failed has written, where there are any
 ANSWER = "answer"  # the text that the reward sees, where a function that generates says it
 METRICS, TURNS = "metrics", "turns"  # numbers that an environment says by name, and its turns
-REPLAYED = "replayed"  # the step that trained it first, where a later one trained it again
 GREEDY = "greedy"  # its tokens were not drawn, so their log-probabilities are not of how they came about
 REWARD_FAILED, GENERATE_FAILED = "reward_failed", "generate_failed"  # what became of a rollout
 

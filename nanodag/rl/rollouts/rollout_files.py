@@ -10,14 +10,7 @@ from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.metrics import Timed
-from nanodag.rl.rollouts.rollout import (
-    GENERATE_FAILED,
-    REPLAYED,
-    REWARD_FAILED,
-    Rollout,
-    read_lines,
-    read_rollouts,
-)
+from nanodag.rl.rollouts.rollout import GENERATE_FAILED, REWARD_FAILED, Rollout, read_lines, read_rollouts
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
@@ -31,8 +24,8 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A rollout and what became of it. fate: `trained`, `replayed` (trained again), `not_trained`, `held_out`,
-    `reward_failed`, `generate_failed`, `group_failed`, or a filter's reason. answer, messages: the right answer and the
+    """A rollout and what became of it. fate: `trained`, `not_trained`, `held_out`, `reward_failed`, `generate_failed`,
+    `group_failed`, or a filter's reason. answer, messages: the right answer and the
     prompt's; empty where none were kept. advantages, differences: of a trained one, an entry for each token after the
     prompt, None where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats;
     both are empty where the trainer wrote none."""
@@ -171,11 +164,10 @@ def _has_begun(entry: StageRecord) -> bool:
 
 def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping[str, Any]]) -> Read:
     entry = scores.get((rollout.group_id, rollout.sample_index, rollout.branch))
-    fate = REPLAYED if REPLAYED in rollout.metadata else TRAINED
     if entry is None:
-        return Read(rollout=rollout, fate=fate if rollout.num_trained else NOT_TRAINED)
+        return Read(rollout=rollout, fate=TRAINED if rollout.num_trained else NOT_TRAINED)
     advantages, differences = tuple(entry["advantages"]), tuple(entry["differences"])
-    return Read(rollout=rollout, fate=fate, advantages=advantages, differences=differences)
+    return Read(rollout=rollout, fate=TRAINED, advantages=advantages, differences=differences)
 
 
 def _why_left(rollout: Rollout, reason: str) -> str:

@@ -17,7 +17,6 @@ import orjson
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
 from nanodag.rl.rollouts.rollout import (
-    REPLAYED,
     Rollout,
     Span,
     from_record,
@@ -112,10 +111,8 @@ def groups_in(found: Iterable[Saved], kept: Callable[[Saved], T]) -> list[list[T
 
 
 def places_of_groups(path: Path) -> list[list[int]]:
-    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory. Rollouts
-    that a stage trained again (`rollout.replay`) count where they were trained first."""
-    fresh = (saved for saved in read_saved(path) if REPLAYED not in saved.rollout.metadata)
-    return groups_in(fresh, attrgetter("begin"))
+    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory."""
+    return groups_in(read_saved(path), attrgetter("begin"))
 
 
 def group_at(path: Path, begins: Sequence[int]) -> list[Saved]:

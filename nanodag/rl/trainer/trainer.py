@@ -38,13 +38,13 @@ from nanodag.model.folder import write_like
 from nanodag.model.lora import ADAPTER, BETWEEN, add_lora, merged, save_adapter
 from nanodag.model.transformers_model import TransformersModel, replay_routes
 from nanodag.rl.losses import Totals
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollouts
+from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.credit import Credit, folder_beside
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.policy import ByRow, DeviceRow, Policy, Reference, Rows, engine_of, to_row, trained_decoder
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, Scores, replayed_sums, write_scores
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, Scores, write_scores
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.device import give_back, held_memory, traced
 from nanodag.sampler.fingerprints import Fingerprints, fingerprints_of
@@ -150,9 +150,6 @@ class Trainer:
                     self.last_scores[number][1].append((row, scored.advantages, scored.old_logprobs))
                 loss, share = self._objective(scored, totals)
                 sums.add(share)
-                if self.config.rollout.num_replayed:
-                    of_row = [parts[number][index] for index in row.host.rollouts]
-                    sums.add(replayed_sums(scored, [REPLAYED in rollout.metadata for rollout in of_row]))
                 if is_trained:
                     self.engine.backward(loss, last=place == len(part) - 1)
             if is_trained:

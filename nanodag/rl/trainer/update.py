@@ -124,15 +124,6 @@ def kl_of_rollouts(kl: Tensor, row: DeviceRow, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def replayed_sums(scored: Scored, is_replayed: Sequence[bool]) -> DeviceSums:
-    """Tokens of replayed rollouts, and the sum of their exp(old - sampler). is_replayed: of each rollout of the row."""
-    row = scored.row
-    mask = torch.tensor(is_replayed, device=row.mask.device)[row.sequence_ids] & row.mask
-    ratio = (scored.old_logprobs - row.sampler_logprobs).clamp(-20.0, 20.0).exp()
-    return DeviceSums({"replayed": mask.sum(), "replayed_ratio": sum_where(mask, ratio)})
-
-
-@torch.no_grad()
 def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor | None, kl: Tensor | None) -> DeviceSums:
     """weights: None where nothing is compared with the sampler."""
     # By `where`: to pick out what a mask shows, or to look whether it shows anything, a GPU must be waited for.

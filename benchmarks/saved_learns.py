@@ -1,6 +1,6 @@
-"""What answers that exist are worth: offline RL, imitation, replay and best of n beside RL, over seeds.
+"""What answers that exist are worth: offline RL, imitation and best of n beside RL, over seeds.
 
-    python -m benchmarks.replay_learns --seeds 0 1 2 --store /tmp/replay-store --out replay.json
+    python -m benchmarks.saved_learns --seeds 0 1 2 --store /tmp/saved-store --out saved.json
 
 All stages begin at the SFT checkpoint of the preset best-of-n, and are asked its 400 held-out problems, greedily.
 Differences are paired over these. Prints JSON a seed.
@@ -13,8 +13,7 @@ From answers that exist, without any of their own:
 
 With as many sampled answers each, half of pocket's (46,080):
 - fresh: 90 steps of 64 prompts;
-- half_steps: 180 steps of 32 prompts;
-- replay: as that, and in each step 32 groups of the last 8 steps beside.
+- half_steps: 180 steps of 32 prompts.
 """
 
 import argparse
@@ -29,12 +28,12 @@ from benchmarks.pocket import PROJECT, artifact_of, nanodag, samples_of
 from nanodag.evaluation.paired import paired
 from nanodag.store import Store
 
-BASE, PRESET = "best-of-n", "replay"
+BASE, PRESET = "best-of-n", "saved"
 METRIC = "exact_match"
-VARIANTS = ("offline", "offline_uncorrected", "offline_own", "clone", "fresh", "half_steps", "replay")
+VARIANTS = ("offline", "offline_uncorrected", "offline_own", "clone", "fresh", "half_steps")
 PAIRS = (
     *(("sft", other) for other in ("rl", "best", *VARIANTS)),
-    *(("best", "offline_own"), ("fresh", "replay"), ("half_steps", "replay")),
+    *(("best", "offline_own"), ("fresh", "half_steps")),
 )
 
 
@@ -54,7 +53,7 @@ def variants(base: dict[str, Any], rl_records: str, own_records: str) -> dict[st
     stages = (
         *(offline, uncorrected(offline), of_files(44, own_records)),
         uncorrected(of_files(130, rl_records, clone={"best": 1})),
-        *(changed(90), changed(180, prompts_per_step=32), changed(180, replay={"share": 0.5})),
+        *(changed(90), changed(180, prompts_per_step=32)),
     )
     return dict(zip(VARIANTS, stages, strict=True))
 
