@@ -340,6 +340,7 @@ class Services:
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
+            is_embedded=self._config.sampler.engine == "embedded",
             num_ranks=self._config.sampler.tensor_parallel if token is None else 1,
         )
 
