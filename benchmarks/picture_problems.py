@@ -55,7 +55,7 @@ def pipeline(folder: Path, model: Path) -> dict[str, Any]:
         "base": {"kind": "import", "model": f"file:{model}", "model_code": "transformers"},
         "sft": {
             "kind": "sft", "inputs": {"model": "base"}, "data": data(4500, 1, held_out=0.05), "sequence_length": 128,
-            "batch_tokens": 2048, "num_epochs": 3, "validation_every": 100,
+            "batch_tokens": 2048, "num_epochs": 6, "validation_every": 100,
             "optimizer": {"name": "adamw", "learning_rate": 1e-3},
         },
         "rl": {
