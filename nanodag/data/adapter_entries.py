@@ -62,7 +62,7 @@ def _with_images(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A row's messages. Images are kept by digest: what a part holds, else the next of the row's. Texts are joined."""
     turns = list(row["messages"])
     parts = [part for turn in turns if isinstance(turn.get("content"), list | tuple) for part in turn["content"]]
-    if not any(part.get("type") in _IMAGES for part in parts):
+    if not any(isinstance(part, Mapping) and part.get("type") in _IMAGES for part in parts):
         return [{**turn, "content": _joined(turn["content"])} if "content" in turn else turn for turn in turns]
     images = list(row.get("images") or [image for image in [row.get("image")] if image is not None])
 
@@ -84,7 +84,8 @@ def _with_images(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _joined(content: Any) -> Any:
     """Parts of text alone as one text."""
-    are_texts = isinstance(content, list | tuple) and all(part.get("type") == "text" for part in content)
+    are_parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
+    are_texts = are_parts and all(part.get("type") == "text" for part in content)
     return "".join(part["text"] for part in content) if are_texts else content
 
 

@@ -87,7 +87,7 @@ def _check_message(message: Any) -> None:
     types = PART_TYPES if is_spoken else ("text", "image")
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
     if not is_spoken and "image" not in kinds:
-        raise SourceError(f"The content of a {message['role']} message without an image is a string: {content!r:.80}.")
+        raise SourceError(f"Without an image a {message['role']} message must be a string; found {content!r:.80}.")
     for part, kind in zip(content, kinds, strict=True):
         if kind not in types or not isinstance(part.get("image" if kind == "image" else "text"), str):
             raise SourceError(
