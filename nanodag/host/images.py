@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -95,9 +95,9 @@ def _write(folder: Path, digest: str, content: bytes) -> None:
     if (folder / digest).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:  # of this thread alone
-        file.write(content)
-    os.replace(file.name, folder / digest)
+    temporary = folder / f".{uuid.uuid4().hex}"  # of this thread on this machine alone
+    temporary.write_bytes(content)
+    temporary.replace(folder / digest)
 
 
 def _read(content: bytes) -> Any:
