@@ -4,7 +4,7 @@
 
 The model is of Qwen2.5-VL's type, 1.2 M parameters, in its class of transformers. The pipeline is written into the
 folder and run as by `nanodag run`: report and `nanodag rollouts RUN --file FOLDER/pipeline.yaml` show pictures. A row:
-right answers to 200 held-out pictures after SFT and after RL, and the minutes. One in four is right by chance.
+right answers to 200 held-out pictures after SFT on 540 pictures and after RL, and the minutes. By chance one in four is.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def pipeline(folder: Path, model: Path) -> dict[str, Any]:
     stages: dict[str, Any] = {
         "base": {"kind": "import", "model": f"file:{model}", "model_code": "transformers"},
         "sft": {
-            "kind": "sft", "inputs": {"model": "base"}, "data": data(4500, 1, held_out=0.05), "sequence_length": 128,
-            "batch_tokens": 2048, "num_epochs": 6, "validation_every": 100,
+            "kind": "sft", "inputs": {"model": "base"}, "data": data(600, 1, held_out=0.1), "sequence_length": 128,
+            "batch_tokens": 2048, "num_epochs": 45, "validation_every": 50,
             "optimizer": {"name": "adamw", "learning_rate": 1e-3},
         },
         "rl": {
