@@ -170,8 +170,6 @@ def check_request(request: Request, *, vocab_size: int, context_length: int, tak
 
 LogprobStart = Literal[-1, 0]
 """Where the logprobs of the prompt begin: nowhere, or at its first token. Other places are not built."""
-
-
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 

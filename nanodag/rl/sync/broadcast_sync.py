@@ -93,7 +93,7 @@ class DistributedSync(DiskSync):
             members = await self._samplers.members()
             async with self._group_in_use:
                 replies, failure = await self._give_all(members, folder, version, fingerprint=is_checked)
-            still = time.monotonic() if self._is_beside and self._samplers.pauses else began
+            still = time.monotonic() if self._is_beside and self._samplers.pause is not None else began
             if self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
             failure = failure or await self._settled(members, [m.client.end_weight_update() for m in members])
@@ -209,8 +209,6 @@ class DistributedSync(DiskSync):
         with suppress(SamplerError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await call
-
-    # The group
 
     async def _meet(self, members: Sequence[Member]) -> str:
         """Have the trainer's rank 0 and the samplers in a group that has no other members; what went wrong, else ""."""

@@ -65,8 +65,7 @@ class Critic:
         """Advantages of the tokens of each row, float32, by the critic as it is at the start of a step, from which
         it then learns; and what is reported of that.
 
-        rewards: float64, of each token. num_tokens: by part, trained ones on all ranks.
-        Every rank must call it.
+        rewards: float64, of each token. num_tokens: by part, trained ones on all ranks. Every rank must call it.
         """
         with torch.no_grad():
             values = [[self.engine(row) for row in part] for part in rows]
