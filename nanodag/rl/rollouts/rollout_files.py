@@ -25,10 +25,10 @@ HELD_OUT = "held_out"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A rollout and what became of it. fate: `trained`, `not_trained`, `held_out`, `reward_failed`, `generate_failed`,
-    `group_failed`, or a filter's reason. answer, messages: the right answer and the
-    prompt's; empty where none were kept. advantages, differences: of a trained one, an entry for each token after the
-    prompt, None where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats;
-    both are empty where the trainer wrote none."""
+    `group_failed`, or a filter's reason. answer, messages: the right answer and the prompt's; empty where none were
+    kept. advantages, differences: of a trained one, an entry for each token after the prompt, None where it was not
+    trained: the advantage, and the trainer's log-probability less the sampler's, in nats; both are empty where the
+    trainer wrote none."""
 
     rollout: Rollout
     fate: str

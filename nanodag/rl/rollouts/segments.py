@@ -62,9 +62,8 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
 
 @dataclass(slots=True, eq=False)
 class GroupRequests:
-    """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
-    under_way: names of requests that were sent and not answered. takes_routes: the experts of each token are asked
-    for."""
+    """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks. under_way:
+    names of requests that were sent and not answered. takes_routes: the experts of each token are asked for."""
 
     prompt: Prompt
     params: SamplingParams
