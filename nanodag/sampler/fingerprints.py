@@ -32,10 +32,8 @@ _PADDED = (
 
 
 class Fingerprints:
-    """Takes a model's tensors one after the other and keeps none of them.
-
-    dtype: that they are converted to first; None leaves them as they are.
-    """
+    """Takes a model's tensors one after the other and keeps none of them. dtype: that they are converted to first; None
+    leaves them as they are."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype | None = None) -> None:
         self._layout = layout

@@ -311,9 +311,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
 def parsed_lines(path: Path, parse: Callable[[bytes, int], T]) -> Iterator[T]:
     """Yield what a parser makes of each line of a file that is not blank, and of the byte at which the line begins.
-
-    Raises SourceError that names file, line and reason for a line that is no rollout.
-    """
+    Raises SourceError that names file, line and reason for a line that is no rollout."""
     begin = 0
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):

@@ -123,10 +123,8 @@ class DistributedSync(DiskSync):
                 await self._ask(self._export, folder=str(folder), kept=True)
 
     async def give(self, client: SamplerClient, folder: Path, version: int) -> None:
-        """Give one sampler weights that it lacks: those that were given last, or those of a folder.
-
-        Raises SamplerLost when it does not take part, SamplerError when it refuses, or they are no more.
-        """
+        """Give one sampler weights that it lacks: those that were given last, or those of a folder. Raises SamplerLost
+        when it does not take part, SamplerError when it refuses, or they are no more."""
         if is_here(client):
             await self.write(folder)
             await client.update_weights_from_disk(str(folder), version, flush_cache=self._samplers.forgets)

@@ -90,10 +90,7 @@ class Critic:
         self, step: int, rows: Rows, values: ByRow, returns: ByRow, num_tokens: Sequence[int]
     ) -> tuple[DeviceSums, float]:
         """Pass over the step as often as the config says, with an update for each part. Returns sums for
-        metrics.critic_metrics and the largest gradient norm.
-
-        Raises TrainingDiverged when a gradient is not finite.
-        """
+        metrics.critic_metrics and the largest gradient norm. Raises TrainingDiverged when a gradient is not finite."""
         sums, largest = DeviceSums(), 0.0
         for part, old, part_returns in zip(rows, values, returns, strict=True):
             for place, row in enumerate(part):
