@@ -82,10 +82,6 @@ def application(
     return AccessLog(doors, metrics)
 
 
-def _refused(http: HttpRequest, error: Exception) -> Response:
-    return refusal_of(error).response()
-
-
 def _http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message: Any = f"{http.method} {http.url.path[:200]}: {error.detail}"
@@ -94,7 +90,7 @@ def _http_error(http: HttpRequest, error: Exception) -> Response:
 
 # How each error is answered, by any application with these endpoints.
 EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
-    **dict.fromkeys((Refused, SamplerError, TimeoutError, Exception), _refused),
+    **dict.fromkeys((Refused, SamplerError, TimeoutError, Exception), lambda http, error: refusal_of(error).response()),
     HTTPException: _http_error,
     **HANDLERS,
 }

@@ -17,9 +17,7 @@ from nanodag.inference.protocol import Completion, FinishReason, Request
 @dataclass(frozen=True)
 class ScoredToken:
     """A token with its logprob, and the likeliest ones at its place. start: where its text begins in the content.
-
-    logprob: None for a prompt's first token.
-    """
+    logprob: None for a prompt's first token."""
 
     token: int
     logprob: float | None

@@ -34,10 +34,8 @@ class FollowedWeights:
 
 
 class Followed:
-    """A run's newest weights: of its last stage that has any, finished or not.
-
-    stage: that one alone, "" for any. scratch: where folders are made from checkpoints of stages under way.
-    """
+    """A run's newest weights: of its last stage that has any, finished or not. stage: that one alone, "" for any.
+    scratch: where folders are made from checkpoints of stages under way."""
 
     def __init__(self, store: Store, run: str, stage: str, scratch: Path) -> None:
         self._store, self._run, self._stage, self._scratch = store, run, stage, scratch
@@ -89,10 +87,8 @@ class Followed:
 
 
 async def follow(followed: Followed, engines: Fleet, version: str) -> None:
-    """Give the engines each new set of weights. version: what they have.
-
-    What they refuse is passed over. What cannot be read is tried again, ever more seldom, and said once.
-    """
+    """Give the engines each new set of weights. version: what they have. What they refuse is passed over. What cannot
+    be read is tried again, ever more seldom, and said once."""
     seen, told, pause_s = version, "", LOOK_EVERY_S
     while True:
         await asyncio.sleep(pause_s)

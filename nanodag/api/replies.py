@@ -3,7 +3,7 @@
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,16 @@ class Reply:
         self._created = int(time.time())
         self.warnings: list[str] = []
 
-    def frame(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    def chunk(
+        self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]], kind: str = ""
+    ) -> dict[str, Any]:
+        """One event of a stream; of another kind where it is given."""
         has_ended = any(choice["finish_reason"] for choice in choices)
         warnings = [*self.warnings, *filter(None, map(self.warning, samples))] if has_ended else []
         versions = [sample.answer.weight_version for sample in samples if sample.answer.weight_version]
         return {
             "id": self.id,
-            "object": kind,
+            "object": kind or self._chunk_kind,
             "created": self._created,
             "model": self.model.name,
             "system_fingerprint": self.model.version(versions[-1] if versions else self.model.backend.weight_version),
@@ -43,7 +46,7 @@ class Reply:
     def whole(self, samples: Sequence[SampledChoice]) -> dict[str, Any]:
         """The reply when all samples have ended."""
         choices = [self.choice(sample, sample.answer.new()) for sample in samples]
-        return self.frame(samples, choices, self._kind) | {"usage": usage(samples)}
+        return self.chunk(samples, choices, self._kind) | {"usage": usage(samples)}
 
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         raise NotImplementedError
@@ -60,17 +63,18 @@ class Reply:
         """Choices of a stream for what came, with the finish reason where it ended."""
         raise NotImplementedError
 
-    def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One event of a stream."""
-        return self.frame(samples, choices, self._chunk_kind)
+
+def random_id(choice: int, number: int) -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class ChatReply(Reply):
-    """Reply of /v1/chat/completions."""
+    """Reply of /v1/chat/completions. call_id: makes the identity of a tool call, by its choice and its number there;
+    called once for each."""
 
-    def __init__(self, model: ServedModel, body: ChatBody) -> None:
+    def __init__(self, model: ServedModel, body: ChatBody, call_id: Callable[[int, int], str] = random_id) -> None:
         super().__init__("chat.completion", "chat.completion.chunk", "chatcmpl", model)
-        self._body = body
+        self._body, self.call_id = body, call_id
 
     def warning(self, sample: SampledChoice) -> str:
         if not is_forced(self._body) or sample.answer.calls:
@@ -84,10 +88,6 @@ class ChatReply(Reply):
             calls = enumerate(new.calls)
             message["tool_calls"] = [_call(call, self.call_id(sample.index, number)) for number, call in calls]
         return {"index": sample.index, "message": message, "logprobs": self._scores(new.scored), **_end(sample)}
-
-    def call_id(self, choice: int, number: int) -> str:
-        """Identity of a tool call, the number-th of a choice; asked once for each."""
-        return f"call_{uuid.uuid4().hex[:24]}"
 
     def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         return [self._part(sample, {"role": "assistant", "content": ""}, None)]

@@ -20,7 +20,6 @@ from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRendere
 from nanodag.tokenizer.encoding import Encoding
 
 _NEVER = "\0"
-NO_NAMES: Mapping[int, str] = {}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Reader:
     is_cut: the last of the calls was not closed; it is a call all the same, as a client was told of it.
     """
 
-    def __init__(self, names: Mapping[int, str] = NO_NAMES) -> None:
+    def __init__(self, names: Mapping[int, str] = {}) -> None:
         self._names = names
         self.calls: list[Call] = []
         self.is_cut = False
@@ -101,7 +100,7 @@ class TemplateReader(Reader):
     """A format whose calls stand among content."""
 
     def __init__(
-        self, calls: CallFormat, forced: str = "", *, names: Mapping[int, str] = NO_NAMES, tools: Sequence[Tool] = ()
+        self, calls: CallFormat, forced: str = "", *, names: Mapping[int, str] = {}, tools: Sequence[Tool] = ()
     ) -> None:
         """forced: how the answer was made to begin, in the prompt. names: special tokens that are marks of calls.
         tools: whose schemas give arguments in marks their types."""

@@ -79,10 +79,8 @@ class Dialogue:
         self.messages.append({"role": "user", "content": text})
 
     def prompt(self) -> ChatPrompt:
-        """The next request's messages, the oldest exchanges left out until an answer has room.
-
-        Raises BadRequest, with the last question taken back, when it does not fit even alone or cannot be rendered.
-        """
+        """The next request's messages, the oldest exchanges left out until an answer has room. Raises BadRequest, with
+        the last question taken back, when it does not fit even alone or cannot be rendered."""
         while True:
             tools = [DEFINITIONS[name] for name in self.tools]
             try:

@@ -269,10 +269,8 @@ class ExternalServers:
         return {address.url: address for address in (*self.urls, *self._in_file)}
 
     async def attach(self, address: Address) -> tuple[ExternalServer, SamplerClient]:
-        """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are.
-
-        Raises SamplerError: BadRequest where it must be started otherwise, another one where it may answer later.
-        """
+        """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are. Raises
+        SamplerError: BadRequest where it must be started otherwise, another one where it may answer later."""
         client = self.connect(address.url, self._key(address))
         try:
             await self._begin(client)

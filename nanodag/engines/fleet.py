@@ -172,11 +172,6 @@ class Fleet(Roster):
         finally:
             self._may_give.set()
 
-    @property
-    def pauses(self) -> bool:
-        """True when weights come in the midst of requests."""
-        return self.pause is not None
-
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every engine take the weights in a folder, also where it has that version from another one. Returns
         when all have.

@@ -86,11 +86,8 @@ def start_engine(
     settings: EngineSettings, *, log_path: str | Path, elsewhere: "SamplerNode | None" = None
 ) -> ServerProcess:
     """Start one process and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine,
-    which must then be reached from here.
-
-    Raises SamplerLost, with the last lines of the log, where it does not start; MissingTool where the engine is not
-    installed.
-    """
+    which must then be reached from here. Raises SamplerLost, with the last lines of the log, where it does not start;
+    MissingTool where the engine is not installed."""
     log_path = Path(log_path)
     tells_port = settings.engine != "sglang"
     update: dict[str, object] = {} if elsewhere is None else {"host": elsewhere.host}

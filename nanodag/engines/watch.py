@@ -22,7 +22,6 @@ T = TypeVar("T")
 PARTS = 10  # of the time in which a server is to answer
 LOOK_S = 0.25  # an end is seen as soon
 
-
 AnyServer: TypeAlias = "ServerProcess | ExternalServer"
 
 

@@ -71,10 +71,8 @@ def read_addresses(path: Path) -> list[Address]:
 
 
 def read_keys(path: Path, *, named: str, least: int = LEAST_KEY) -> list[str]:
-    """The keys of a file; lines that begin with # are comments. named: the setting that names it, for a message.
-
-    Raises ConfigError for a file that cannot be read, has no key, or has one that is too short or no plain ASCII.
-    """
+    """The keys of a file; lines that begin with # are comments. named: the setting that names it, for a message. Raises
+    ConfigError for a file that cannot be read, has no key, or has one that is too short or no plain ASCII."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

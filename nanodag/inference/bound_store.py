@@ -15,10 +15,8 @@ def nccl_version() -> str:
 
 
 class BoundStore(TCPStore):
-    """Store where ranks find each other. Arguments as of TCPStore; the master listens on `host_name` alone.
-
-    Raises RuntimeError, for whoever comes to a group of NCCL whose rank 0 has another version of it.
-    """
+    """Store where ranks find each other. Arguments as of TCPStore; the master listens on `host_name` alone. Raises
+    RuntimeError, for whoever comes to a group of NCCL whose rank 0 has another version of it."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest: Any, **more: Any

@@ -94,9 +94,7 @@ class Request:
 @dataclass(frozen=True, kw_only=True)
 class FinishReason:
     """Why a sample ended. ``stop``: ``matched`` is the token id or string; ``length``; ``abort``: ``message``.
-
-    ``status_code`` is set on an abort that the sampler itself is to blame for.
-    """
+    ``status_code`` is set on an abort that the sampler itself is to blame for."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
@@ -144,11 +142,8 @@ class Completion:
 
 
 def check_request(request: Request, *, vocab_size: int, context_length: int, takes_images: bool = False) -> None:
-    """Raise BadRequest if no sampler of this vocabulary and context can serve the request. takes_images: True where
-    ids may spell images.
-
-    A trainer checks before it sends: an id outside the vocabulary ends a whole SGLang server.
-    """
+    """Raise BadRequest if no sampler of this vocabulary and context can serve the request. takes_images: True where ids
+    may spell images. A trainer checks before it sends: an id outside the vocabulary ends a whole SGLang server."""
     ids, params = request.input_ids, request.params
     if not len(ids):
         raise BadRequest("the prompt is empty: give at least one token id")
@@ -170,8 +165,6 @@ def check_request(request: Request, *, vocab_size: int, context_length: int, tak
 
 LogprobStart = Literal[-1, 0]
 """Where the logprobs of the prompt begin: nowhere, or at its first token. Other places are not built."""
-
-
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 

@@ -43,10 +43,8 @@ def right_or_wrong(is_right: bool, parsed: str | None = None) -> Reward:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The number that the whole text spells, or None: `1,234`, `$72`, `-3.50`, `20%`, `7.`, with blanks around it.
-
-    Only ASCII digits; no exponent, no infinity, no second number, nothing else beside it.
-    """
+    """The number that the whole text spells, or None: `1,234`, `$72`, `-3.50`, `20%`, `7.`, with blanks around it. Only
+    ASCII digits; no exponent, no infinity, no second number, nothing else beside it."""
     bare = text.strip().removeprefix("$").removesuffix("%").strip()
     if len(bare) > MAX_NUMBER_CHARACTERS or not any(c in "0123456789" for c in bare) or not _NUMBER.fullmatch(bare):
         return None

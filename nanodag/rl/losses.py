@@ -52,9 +52,6 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
-# Policy losses
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """values: (T,) float32. ratio: (T,) float32, without gradient: what weighs the token, before any bound. clipped:
@@ -343,9 +340,6 @@ def off_policy_kept(
     """
     distance = sequence_means(sampler_logprobs - trainer_logprobs, mask, sequence_ids)[sequence_ids]
     return ((advantages >= 0) | (distance <= limit)).float()
-
-
-# Aggregations
 
 
 @dataclass(frozen=True, slots=True)

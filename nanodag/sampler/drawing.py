@@ -39,10 +39,8 @@ def sample_key(seed: int, sample: int) -> np.uint64:
 
 
 def uniforms(keys: np.ndarray, counts: np.ndarray, attempt: int = 0) -> np.ndarray:
-    """(R,) float64 in [0, 1), a pure function of the key, the number of the token and the attempt.
-
-    keys: (R,) uint64 from ``sample_key``. counts: (R,) int64, tokens that the sample already has.
-    """
+    """(R,) float64 in [0, 1), a pure function of the key, the number of the token and the attempt. keys: (R,) uint64
+    from ``sample_key``. counts: (R,) int64, tokens that the sample already has."""
     state = keys + (counts.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     if attempt:
         state = mix(state) + np.full_like(state, attempt) * _TRY
@@ -52,10 +50,7 @@ def uniforms(keys: np.ndarray, counts: np.ndarray, attempt: int = 0) -> np.ndarr
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
     """Settings by which each of R rows is drawn, as arrays (R,); made again when a row changes hands, not at every
-    token.
-
-    ``temperature`` is 1 and the others are off (top_k 0, top_p 1) where greedy.
-    """
+    token. ``temperature`` is 1 and the others are off (top_k 0, top_p 1) where greedy."""
 
     temperature: np.ndarray  # float32
     greedy: np.ndarray  # bool
@@ -237,10 +232,8 @@ def _redraw_outside_top_p(
 
 
 def _draw_sorted(probabilities: Tensor, rows: np.ndarray, k: int, top_p: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Tokens for some rows, each drawn from its ``k`` likeliest tokens and of those from inside its top_p.
-
-    rows (S,) int64, top_p (S,) float64, uniform (S,) float64 -> (S,) int64.
-    """
+    """Tokens for some rows, each drawn from its ``k`` likeliest tokens and of those from inside its top_p. rows (S,)
+    int64, top_p (S,) float64, uniform (S,) float64 -> (S,) int64."""
     candidates = probabilities[torch.from_numpy(rows).to(probabilities.device)]
     values, indices = candidates.topk(min(k, probabilities.shape[1]), dim=-1)
     kept = values.cpu().numpy().astype(np.float64)

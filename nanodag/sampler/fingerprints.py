@@ -32,10 +32,8 @@ _PADDED = (
 
 
 class Fingerprints:
-    """Takes a model's tensors one after the other and keeps none of them.
-
-    dtype: that they are converted to first; None leaves them as they are.
-    """
+    """Takes a model's tensors one after the other and keeps none of them. dtype: that they are converted to first; None
+    leaves them as they are."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype | None = None) -> None:
         self._layout = layout
@@ -56,7 +54,8 @@ class Fingerprints:
                     whole, place, num_places = name.replace(part, fused), parts.index(part), len(parts)
         due, digest = self._open.pop(whole, (0, hashlib.sha256()))
         assert place == due, f"part {place} of {whole} came where {due} was due"
-        digest.update(_bytes(tensor))  # rows follow one another, so the bytes of the whole are those of its parts
+        # Rows follow one another, so the bytes of the whole are those of its parts.
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if place + 1 == num_places:
             self._found[whole] = digest.digest()[:8].hex()
         else:
@@ -90,7 +89,3 @@ def _padded(name: str, tensor: Tensor) -> Tensor:
         if name.endswith(ends) and (missing := -tensor.shape[dimension] % multiple):
             return torch.nn.functional.pad(tensor, (0, 0, 0, missing) if dimension == 0 else (0, missing))
     return tensor
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

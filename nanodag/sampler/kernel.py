@@ -29,11 +29,8 @@ SOURCE = Path(__file__).with_name("kernel.c")
 
 class Buffers:
     """Cache and states of B slots of C tokens: keys and values (B, K, C, D) of each layer, in ``cache_dtype``, and the
-    last layer's output (B, H) of what is decoded, and of each slot's prompt.
-
-    All are zeros, not empty: masked positions are multiplied by zero, which stale NaN would survive. Capacity that is
-    never used costs no memory on a CPU.
-    """
+    last layer's output (B, H) of what is decoded, and of each slot's prompt. All are zeros, not empty: masked positions
+    are multiplied by zero, which stale NaN would survive. Capacity that is never used costs no memory on a CPU."""
 
     def __init__(
         self, a: Architecture, num_slots: int, capacity: int, device: torch.device, cache_dtype: torch.dtype

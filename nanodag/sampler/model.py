@@ -32,13 +32,9 @@ from nanodag.sampler.weights import LayerWeights, NamedTensors, Weights
 
 @dataclass(eq=False)
 class SamplerModel:
-    """Weights, cache and buffers of one model. Not thread-safe: one thread at a time calls it.
-
-    Matrices are bfloat16 where they are large, and so is the cache, whose reading bounds a step. Attention computes in
-    float32 on a CPU; on a GPU it multiplies in the cache's precision and adds up in float32.
-
-    num_slots: B. capacity: C, tokens.
-    """
+    """Weights, cache and buffers of one model. Not thread-safe: one thread at a time calls it. Matrices are bfloat16
+    where they are large, and so is the cache, whose reading bounds a step. Attention computes in float32 on a CPU; on a
+    GPU it multiplies in the cache's precision and adds up in float32. num_slots: B. capacity: C, tokens."""
 
     keeps_prompts = True  # a slot, its prompt, until another sample takes it
     architecture: Architecture
@@ -202,10 +198,8 @@ class SamplerModel:
 
     @torch.inference_mode()
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:
-        """Set ``slot`` to the state right after its prompt of ``length`` tokens.
-
-        source: the slot whose cache begins with that prompt; None when it is ``slot`` itself.
-        """
+        """Set ``slot`` to the state right after its prompt of ``length`` tokens. source: the slot whose cache begins
+        with that prompt; None when it is ``slot`` itself."""
         buffers = self.buffers
         if source is not None and source != slot:
             self._copy_cache(source, slot, length)
@@ -279,9 +273,7 @@ class SamplerModel:
     @torch.no_grad()  # whoever draws overwrites them
     def logits(self, rows: int, inverse_temperature: Tensor | None) -> Tensor:
         """(R, V) float32: logits / temperature of the first ``rows`` slots, from ``hidden``; padding is -inf.
-
-        inverse_temperature: (R, 1) float32 on any device, None where all are 1.
-        """
+        inverse_temperature: (R, 1) float32 on any device, None where all are 1."""
         inverse = torch.ones(rows, 1) if inverse_temperature is None else inverse_temperature
         logits = torch.cat([self._scores_of(self.buffers.hidden[part], inverse[part]) for part in self._apart(rows)])
         logits[:, self.architecture.vocab_size :] = -torch.inf

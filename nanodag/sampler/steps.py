@@ -36,11 +36,8 @@ class TorchSteps:
         table.positions[active] += 1
 
     def draw(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw and record a token for each sample in the first ``rows`` rows.
-
-        Returns the rows that end with it, and those whose scores are not finite, for which nothing was recorded:
-        int64, ascending.
-        """
+        """Draw and record a token for each sample in the first ``rows`` rows. Returns the rows that end with it, and
+        those whose scores are not finite, for which nothing was recorded: int64, ascending."""
         table, active = self._table, self._table.active_rows
         settings = table.draw_settings(rows)
         scores = self._model.logits(rows, settings.inverse_temperature)

@@ -31,10 +31,8 @@ class Text:
         return self._decode(ids[:-1] if has_stop_token and not params.no_stop_trim else ids, params)
 
     def matched_stop(self, ids: Sequence[int], params: SamplingParams) -> tuple[str, str] | None:
-        """The text up to the first stop string in it (with it, if ``no_stop_trim``), and that string; None without.
-
-        To be asked at every token: it looks only at the end first.
-        """
+        """The text up to the first stop string in it (with it, if ``no_stop_trim``), and that string; None without. To
+        be asked at every token: it looks only at the end first."""
         stops = params.stop or ()
         # A token is at least a byte, so what the last one completed lies within this many tokens of the end.
         reach = max(len(stop.encode()) for stop in stops) + SPARE_TOKENS

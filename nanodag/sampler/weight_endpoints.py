@@ -34,7 +34,6 @@ from nanodag.sampler.weights import NamedTensors, WeightsBuilder, read_tensors
 
 RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
 
-
 Made = tuple[NamedTensors, list[int]]
 """Weights, and the sums of their tensors."""
 
@@ -122,7 +121,6 @@ class WeightEndpoints:
         body = await body_of(http, bodies.InitGroupBody)
         if body.group_name in self._groups:
             return _answer(False, f"there is a group {body.group_name!r} already: destroy it, or choose another name")
-
         if body.backend == "nccl" and self.engine.device.type != "cuda":
             return _answer(False, f"backend 'nccl' needs a GPU; this sampler is on {self.engine.device}: use gloo")
         try:

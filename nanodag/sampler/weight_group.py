@@ -47,17 +47,13 @@ def open_store(address: str, timeout_s: float, *, nccl: str = "") -> TCPStore:
     return store
 
 
-def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """The store that rank 0 has opened. Raises RuntimeError when nothing answers there in time, or its NCCL has another
-    version than this process's."""
-    return BoundStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
 def join_group(body: InitGroupBody, rank: int = 0) -> "WeightGroup":
     """Membership in the group of a request, whose rank 0 waits at the address: returns when all members are there.
-    rank: of this process among the sampler's. Raises RuntimeError or OSError where it does not come about."""
+    rank: of this process among the sampler's. Raises RuntimeError or OSError where it does not come about: nothing
+    answers there in time, or its NCCL has another version than this process's."""
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     return WeightGroup(
-        find_store(body.master_address, body.master_port, GROUP_TIMEOUT_S),
+        BoundStore(body.master_address, body.master_port, None, False, timeout, wait_for_workers=False),
         name=body.group_name,
         rank=body.rank_offset + rank,
         size=body.world_size,

@@ -79,10 +79,8 @@ class NamedTensors:
 
 @dataclass(kw_only=True)
 class Weights(NamedTensors):
-    """A whole model. ``embedding`` is None where it is tied: then tokens are columns of ``head``, kept once.
-
-    Vectors are float32; matrices float32 or bfloat16, each for itself.
-    """
+    """A whole model. ``embedding`` is None where it is tied: then tokens are columns of ``head``, kept once. Vectors
+    are float32; matrices float32 or bfloat16, each for itself."""
 
     embedding: Tensor | None  # (V, H)
     layers: list[LayerWeights]
@@ -112,10 +110,8 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read every tensor of the checkpoint in ``path``, rounded to ``dtype``.
-
-    Raises BadRequest: no safetensors file, a file that cannot be read, and as ``WeightsBuilder`` does.
-    """
+    """Read every tensor of the checkpoint in ``path``, rounded to ``dtype``. Raises BadRequest: no safetensors file, a
+    file that cannot be read, and as ``WeightsBuilder`` does."""
     builder = WeightsBuilder(architecture, dtype, device, source=f"the checkpoint in {path}")
     builder.add(read_tensors(path))
     return builder.whole()

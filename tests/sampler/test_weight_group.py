@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,14 @@ import torch
 from torch import distributed
 from torch.multiprocessing import reductions
 
+from nanodag.inference.bound_store import BoundStore
 from nanodag.sampler.shared_tensors import opened
-from nanodag.sampler.weight_group import BLOCKING_WAIT, WeightGroup, find_store, in_time, open_store
+from nanodag.sampler.weight_group import BLOCKING_WAIT, WeightGroup, in_time, open_store
+
+
+def found(port):
+    """The store that rank 0 has opened, as another member finds it."""
+    return BoundStore("127.0.0.1", port, None, False, timedelta(seconds=20.0), wait_for_workers=False)
 
 
 def test_whoever_has_another_nccl_than_rank_0_is_refused_with_both_versions_and_the_way_out():
@@ -19,13 +26,13 @@ def test_whoever_has_another_nccl_than_rank_0_is_refused_with_both_versions_and_
     with pytest.raises(
         RuntimeError, match=r"two versions: the trainer's torch has 2\.29\.7, the sampler's none\. .*disk"
     ):
-        find_store("127.0.0.1", store.port, 20.0)
+        found(store.port)
 
 
 def test_a_group_of_gloo_asks_for_no_version():
     store = open_store("127.0.0.1", 20.0)
     store.set("key", "value")
-    assert find_store("127.0.0.1", store.port, 20.0).get("key") == b"value"
+    assert found(store.port).get("key") == b"value"
 
 
 @pytest.fixture

@@ -49,12 +49,10 @@ LOCK_S = 10.0
 HEADERS: dict[str, str] = table_beside(__file__, "headers.yaml")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
-NO_FACTS: Mapping[str, Any] = {}
-
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def routes(about: Mapping[str, Any] = NO_FACTS, ratings: Path | None = None) -> list[Route]:
+def routes(about: Mapping[str, Any] = {}, ratings: Path | None = None) -> list[Route]:
     """The routes of one application. Python that a model wrote runs in the sandbox, or is refused with the reason.
     about: facts of models by their names. ratings: how the paths of their files begin; None where none are kept."""
 

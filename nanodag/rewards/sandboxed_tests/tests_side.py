@@ -25,7 +25,6 @@ from nanodag.rewards.sandboxed_tests.wire import (
 
 MAX_ERROR_CHARACTERS = 300
 
-
 # The end of an iterator, raised by a call of the program, is an error, as PEP 479 has it in generators: as it is, it
 # would end a `map`, a `zip` or a loop of the tests early, and what is left would count as right.
 ENDS: dict[type, type] = {

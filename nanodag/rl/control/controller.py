@@ -133,8 +133,6 @@ class Controller:
             leave_stopped()
         self._finish(schedule.position.step, leave)
 
-    # The samplers' side
-
     async def load(self, policy: int) -> None:
         """Give the samplers the weights of a policy, unless they have them: a step may have changed nothing. Raises
         SamplerError when they do not have them then."""
@@ -173,8 +171,6 @@ class Controller:
     async def evaluate(self, policy: int) -> None:
         """Answer the held-out prompts and the benchmarks whose time it is, one after the other."""
         await self._evaluations.evaluate(policy, self._records)
-
-    # The trainer's side
 
     async def train(self, step: int, batch: batches.RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
@@ -279,8 +275,6 @@ class Controller:
                 "prompts are all too hard or all too easy for this model: train it on their format first, or choose "
                 "others."
             )
-
-    # Checkpoints and the end
 
     def is_checkpoint_due(self, step: int) -> bool:
         """True where a checkpoint is saved after a step."""

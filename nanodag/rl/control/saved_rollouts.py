@@ -15,15 +15,7 @@ from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import GREEDY, Rollout, main_sequences
-from nanodag.rl.rollouts.saved import (
-    Saved,
-    check_steps,
-    group_at,
-    groups_in,
-    places_of_groups,
-    read_saved,
-    saved_files,
-)
+from nanodag.rl.rollouts.saved import Saved, check_steps, group_at, groups_in, places_of_groups, read_saved, saved_files
 
 log = logging.getLogger(__name__)
 

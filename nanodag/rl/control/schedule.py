@@ -110,8 +110,6 @@ class Schedule:
         if self._policy <= self.num_steps and not self._has_ended_early:
             raise StopRequested
 
-    # The trainer's side
-
     async def _training(self) -> None:
         while self._step < self.num_steps:
             with self.timed("trainer_waits"):
@@ -137,8 +135,6 @@ class Schedule:
             await self.work.publish(self._step)
         self._published = self._step
         self._changed.set()
-
-    # The samplers' side
 
     async def _sampling(self) -> None:
         """Run the samplers' side; give it up when a stop is asked for. The trainer's side ends its step first."""
@@ -230,8 +226,6 @@ class Schedule:
             return task.done()
         finally:
             await cancelled(other)
-
-    # Waiting and stopping
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until the other side has brought it about. Raises Stopped when a stop was asked for."""

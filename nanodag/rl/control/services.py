@@ -77,12 +77,9 @@ class Places:
 def places_of(
     gpus: Sequence[str], *, own: Sequence[int], num_ranks: int, replicas: int, tensor_parallel: int = 1
 ) -> Places:
-    """The places of a stage's processes on one node.
-
-    gpus: that the stage has there, as CUDA_VISIBLE_DEVICES names them. own: those of samplers alone, by number; none
-    where samplers are on the trainer's, one after the other and then from the first again. num_ranks: of this node.
-    Raises ConfigError where a side has too few.
-    """
+    """The places of a stage's processes on one node. gpus: that the stage has there, as CUDA_VISIBLE_DEVICES names
+    them. own: those of samplers alone, by number; none where samplers are on the trainer's, one after the other and
+    then from the first again. num_ranks: of this node. Raises ConfigError where a side has too few."""
     if missing := [number for number in own if number >= len(gpus)]:
         raise ConfigError(
             f"sampler.gpus names GPU {missing[0]}, and the stage has {len(gpus)} ({', '.join(gpus)}). Lower it, or let "

@@ -8,7 +8,7 @@ refused. A call's length, its stop strings and its stop tokens are the client's.
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, SamplingBody
@@ -168,13 +168,10 @@ class Session:
             seed = asked.seed(derived_seed(own, of))
         else:
             seed = derived_seed(own, "text", of, asked.repeat, *asked.ids)
-        return await self._complete(asked.ids, seed, most, stop_token_ids)
-
-    async def _complete(self, ids: Sequence[int], seed: int, most: int, stop_token_ids: Sequence[int]) -> Completion:
         if self._is_ended:  # while its conversation was rendered
             raise gone()
         asking = asyncio.ensure_future(
-            self._sampler.answer(ids, seed=seed, max_tokens=most, stop_token_ids=stop_token_ids)
+            self._sampler.answer(asked.ids, seed=seed, max_tokens=most, stop_token_ids=stop_token_ids)
         )
         self._asking.add(asking)
         try:
@@ -234,7 +231,8 @@ class _Endpoints(Endpoints):
 
     def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
         """The form of the answer, whose calls have the same names each time that a stage is run."""
-        return _Reply(model, body, derived_seed(self._asked[0].repeat, *self._asked[0].ids))
+        asked = derived_seed(self._asked[0].repeat, *self._asked[0].ids)  # in whatever order calls came
+        return ChatReply(model, body, lambda choice, number: f"call_{derived_seed(asked, choice, number):024x}")
 
     def most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
         """Cut to the room that there is: a program's own limit was not written for this context."""
@@ -274,17 +272,6 @@ class _Endpoints(Endpoints):
         yield completion
 
 
-class _Reply(ChatReply):
-    """An answer. number: of what was asked, in whatever order calls came."""
-
-    def __init__(self, model: ServedModel, body: ChatBody, number: int) -> None:
-        super().__init__(model, body)
-        self._number = number
-
-    def call_id(self, choice: int, number: int) -> str:
-        return f"call_{derived_seed(self._number, choice, number):024x}"
-
-
 def gone() -> Refused:
     """The refusal of a call whose sample has ended."""
     return Refused("the sample of this key has ended: nothing is answered any more", status=410, code="sample_ended")
@@ -313,9 +300,4 @@ def _message(answer: ParsedAnswer) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-@cache
-def _metrics() -> Metrics:
-    return Metrics({})
-
-
-_token_text = cache(TokenText)
+_metrics, _token_text = cache(partial(Metrics, {})), cache(TokenText)

@@ -33,6 +33,8 @@ from nanodag.own_code.functions import function_at
 
 MAKE = f"{__name__}:make"
 Observation = str | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | None
+Message = dict[str, Any]
+MAX_ROLES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,6 @@ class Action:
     calls: tuple[ToolCall, ...] = ()
     is_cut: bool = False
     role: str = ""
-
-
-# An episode in a fork
 
 
 def make(path: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[Line], None]]:
@@ -81,13 +80,6 @@ def _answer(environment: Any, message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(zip(("observation", "reward", "done", "info"), result, strict=True))
     metrics = getattr(environment, "metrics", None)
     return {"metrics": {} if metrics is None else metrics()}
-
-
-# Checks of answers
-
-
-Message = dict[str, Any]
-MAX_ROLES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,12 +89,9 @@ def places(what: str, at_once: int) -> asyncio.Semaphore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnSampler:
-    """Adds turns to samples. ask: sends one request, from any thread's event loop.
-
-    renderer: the chat format, and switches of its template. held: a context in which time does not count as the
-    function's own, as while it waits for a place among others. attempt: 0 unless the process that an earlier one ran in
-    was killed.
-    """
+    """Adds turns to samples. ask: sends one request, from any thread's event loop. renderer: the chat format, and
+    switches of its template. held: a context in which time does not count as the function's own, as while it waits for
+    a place among others. attempt: 0 unless the process that an earlier one ran in was killed."""
 
     ask: Callable[[Request], Awaitable[Completion]]
     _: KW_ONLY

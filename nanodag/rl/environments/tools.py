@@ -18,7 +18,6 @@ from nanodag.rl.environments.transcript import Conversation, arguments_of
 
 CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is cut before it is tokenised
 
-
 # What a policy is told of the tool of an entry, by the entry's name: a tool with one text, in OpenAI's form.
 TOOLS: Mapping[str, Mapping[str, Any]] = table_beside(__file__)
 

@@ -68,9 +68,7 @@ class Transcript:
 
     def asked(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Asked:
         """The ids that the sampler is to continue, for a conversation in OpenAI's form and the tools that are declared.
-
-        Raises SourceError for messages that the chat format has no place for.
-        """
+        Raises SourceError for messages that the chat format has no place for."""
         plain_messages = tuple(all_plain(messages))
         declared = json.dumps(list(tools), sort_keys=True)
         meanings = tuple(map(meant, plain_messages))

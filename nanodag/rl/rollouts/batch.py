@@ -106,10 +106,8 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def staleness_of(version: int, versions: Sequence[int]) -> int:
-    """versions: those at the ends of the last steps that changed the weights, ascending, the current one last.
-
-    Raises StageFailed for a version that the trainer has not reached.
-    """
+    """versions: those at the ends of the last steps that changed the weights, ascending, the current one last. Raises
+    StageFailed for a version that the trainer has not reached."""
     if version > versions[-1]:
         raise StageFailed(
             f"A token says that weights of version {version} sampled it; the trainer is at version {versions[-1]}. The "
@@ -120,11 +118,8 @@ def staleness_of(version: int, versions: Sequence[int]) -> int:
 
 def without_stale(batch: RolloutBatch, versions: Sequence[int], *, largest: int) -> RolloutBatch:
     """The batch with every sampled token of a staleness above `largest` masked, so that it is never trained; a group
-    without any token left is dropped as `too_stale`.
-
-    The schedule keeps to the cap. So this masks something only in partial rollouts of several steps, or when a sampler
-    had other weights than it was given.
-    """
+    without any token left is dropped as `too_stale`. The schedule keeps to the cap. So this masks something only in
+    partial rollouts of several steps, or when a sampler had other weights than it was given."""
     return _without(batch, lambda version: staleness_of(version, versions) > largest)
 
 

@@ -207,9 +207,6 @@ def said_metrics(rollout: Rollout) -> Mapping[str, float]:
     return {name: value for name, value in named if isinstance(value, int | float)}
 
 
-# A whole stage
-
-
 def learning_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Summary of a whole stage, from the records of metrics.jsonl.
 
@@ -275,9 +272,6 @@ def over_optimised(lines: Sequence[Mapping[str, Any]], watched: Mapping[str, str
                 "or end at that step."
             )
     return found
-
-
-# Time
 
 
 def chrome_trace(spans: Sequence[Timed]) -> dict[str, Any]:

@@ -216,9 +216,6 @@ def finish_reason_of(completion: Completion) -> FinishReason:
     return "text" if isinstance(reason.matched, str) else reason.type
 
 
-# Groups
-
-
 def groups_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts by group id, groups in order of first appearance, members sorted by sample index and branch."""
     groups: dict[str, list[Rollout]] = {}
@@ -254,9 +251,6 @@ def reward_spread(group: Sequence[Rollout]) -> float:
     if any(member.steps is not None for member in group):
         rewards = [score for member in group for _, score in member.steps or ()]
     return max(rewards) - min(rewards) if len(rewards) > 1 else 0.0
-
-
-# JSON lines
 
 
 def to_json(rollout: Rollout) -> str:
@@ -317,9 +311,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
 def parsed_lines(path: Path, parse: Callable[[bytes, int], T]) -> Iterator[T]:
     """Yield what a parser makes of each line of a file that is not blank, and of the byte at which the line begins.
-
-    Raises SourceError that names file, line and reason for a line that is no rollout.
-    """
+    Raises SourceError that names file, line and reason for a line that is no rollout."""
     begin = 0
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):

@@ -25,10 +25,10 @@ HELD_OUT = "held_out"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A rollout and what became of it. fate: `trained`, `not_trained`, `held_out`, `reward_failed`, `generate_failed`,
-    `group_failed`, or a filter's reason. answer, messages: the right answer and the
-    prompt's; empty where none were kept. advantages, differences: of a trained one, an entry for each token after the
-    prompt, None where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats;
-    both are empty where the trainer wrote none."""
+    `group_failed`, or a filter's reason. answer, messages: the right answer and the prompt's; empty where none were
+    kept. advantages, differences: of a trained one, an entry for each token after the prompt, None where it was not
+    trained: the advantage, and the trainer's log-probability less the sampler's, in nats; both are empty where the
+    trainer wrote none."""
 
     rollout: Rollout
     fate: str
@@ -85,10 +85,8 @@ class Shelf:
         return sorted(_step_of(path) for path in paths if not path.name.endswith(".answers.jsonl"))
 
     def read(self, step: int, *, held_out: bool = False) -> list[Read]:
-        """The rollouts of a step, those that were trained first; with held_out those of its evaluation.
-
-        Raises ArtifactNotFound when there are none, SourceError when a line is no rollout.
-        """
+        """The rollouts of a step, those that were trained first; with held_out those of its evaluation. Raises
+        ArtifactNotFound when there are none, SourceError when a line is no rollout."""
         path = self.records / "rollouts" / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
         reads = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
         prompts = {line["prompt_id"]: line for line in read_lines(path.with_suffix(".answers.jsonl"))}
@@ -126,10 +124,8 @@ class Shelf:
 
 
 def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
-    """The shelf of a run's RL stage; of its last one that has begun, unless named.
-
-    Raises ArtifactNotFound when the run has none.
-    """
+    """The shelf of a run's RL stage; of its last one that has begun, unless named. Raises ArtifactNotFound when the run
+    has none."""
     entries = record.stages.items()
     begun = [s for s, e in entries if recorded_kind(e.kind).config.makes_rollouts and _has_begun(e)]
     if not begun or (stage and stage not in begun):

@@ -23,10 +23,8 @@ def is_unfinished(rollout: Rollout) -> bool:
 
 
 def _requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: int) -> list[Request]:
-    """One request for all samples of a new prompt; one for each unfinished sample of a prompt that was begun.
-
-    params: of whole responses. segment: most tokens that a response gets now, 0 for all.
-    """
+    """One request for all samples of a new prompt; one for each unfinished sample of a prompt that was begun. params:
+    of whole responses. segment: most tokens that a response gets now, 0 for all."""
     longest, seed = params.max_new_tokens, params.sampling_seed or 0
     assert longest is not None
     if not prompt.begun:
@@ -62,9 +60,8 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
 
 @dataclass(slots=True, eq=False)
 class GroupRequests:
-    """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
-    under_way: names of requests that were sent and not answered. takes_routes: the experts of each token are asked
-    for."""
+    """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks. under_way:
+    names of requests that were sent and not answered. takes_routes: the experts of each token are asked for."""
 
     prompt: Prompt
     params: SamplingParams

@@ -93,7 +93,7 @@ class DistributedSync(DiskSync):
             members = await self._samplers.members()
             async with self._group_in_use:
                 replies, failure = await self._give_all(members, folder, version, fingerprint=is_checked)
-            still = time.monotonic() if self._is_beside and self._samplers.pauses else began
+            still = time.monotonic() if self._is_beside and self._samplers.pause is not None else began
             if self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
             failure = failure or await self._settled(members, [m.client.end_weight_update() for m in members])
@@ -123,10 +123,8 @@ class DistributedSync(DiskSync):
                 await self._ask(self._export, folder=str(folder), kept=True)
 
     async def give(self, client: SamplerClient, folder: Path, version: int) -> None:
-        """Give one sampler weights that it lacks: those that were given last, or those of a folder.
-
-        Raises SamplerLost when it does not take part, SamplerError when it refuses, or they are no more.
-        """
+        """Give one sampler weights that it lacks: those that were given last, or those of a folder. Raises SamplerLost
+        when it does not take part, SamplerError when it refuses, or they are no more."""
         if is_here(client):
             await self.write(folder)
             await client.update_weights_from_disk(str(folder), version, flush_cache=self._samplers.forgets)
@@ -209,8 +207,6 @@ class DistributedSync(DiskSync):
         with suppress(SamplerError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await call
-
-    # The group
 
     async def _meet(self, members: Sequence[Member]) -> str:
         """Have the trainer's rank 0 and the samplers in a group that has no other members; what went wrong, else ""."""

@@ -65,8 +65,7 @@ class Critic:
         """Advantages of the tokens of each row, float32, by the critic as it is at the start of a step, from which
         it then learns; and what is reported of that.
 
-        rewards: float64, of each token. num_tokens: by part, trained ones on all ranks.
-        Every rank must call it.
+        rewards: float64, of each token. num_tokens: by part, trained ones on all ranks. Every rank must call it.
         """
         with torch.no_grad():
             values = [[self.engine(row) for row in part] for part in rows]
@@ -91,10 +90,7 @@ class Critic:
         self, step: int, rows: Rows, values: ByRow, returns: ByRow, num_tokens: Sequence[int]
     ) -> tuple[DeviceSums, float]:
         """Pass over the step as often as the config says, with an update for each part. Returns sums for
-        metrics.critic_metrics and the largest gradient norm.
-
-        Raises TrainingDiverged when a gradient is not finite.
-        """
+        metrics.critic_metrics and the largest gradient norm. Raises TrainingDiverged when a gradient is not finite."""
         sums, largest = DeviceSums(), 0.0
         for part, old, part_returns in zip(rows, values, returns, strict=True):
             for place, row in enumerate(part):

@@ -45,10 +45,7 @@ class TeacherServer:
 
     def logprobs(self, parts: Parts, rows: Rows) -> ByRow:
         """Log-probabilities of the tokens of each row of each part of a step, float32; 0 in a row without trained
-        tokens.
-
-        Raises SamplerError when the server fails ATTEMPTS times, or has other weights than at the beginning.
-        """
+        tokens. Raises SamplerError when the server fails ATTEMPTS times, or has other weights than at the beginning."""
         pairs = [
             (part[index].prompt_token_ids, part[index].response_token_ids)
             for part, part_rows in zip(parts, rows, strict=True)

@@ -103,11 +103,8 @@ class Trainer:
 
     def train(self, step: int, rollouts: Sequence[Rollout], *, num_steps: int | None = None) -> dict[str, Any]:
         """One step: as many updates as the config says over these rollouts. Returns sums for metrics.trainer_metrics.
-
-        num_steps: of the stage, where the config leaves them to the data.
-
-        Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
-        """
+        num_steps: of the stage, where the config leaves them to the data. Raises TrainingDiverged with the step and the
+        last losses when a loss or gradient is not finite."""
         self.giver.release()
         groups = list(groups_of(rollout for rollout in rollouts if rollout.num_trained or not rollout.role).values())
         num_parts = min(self.config.optimizer.updates_per_step, len(groups))
@@ -183,11 +180,8 @@ class Trainer:
         }
 
     def export(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
-        """Write the weights as a Hugging Face directory; every rank must call it.
-
-        fingerprint: rank 0 returns the fingerprint of each tensor that the sampler must then hold. kept: the weights
-        that were given last.
-        """
+        """Write the weights as a Hugging Face directory; every rank must call it. fingerprint: rank 0 returns the
+        fingerprint of each tensor that the sampler must then hold. kept: the weights that were given last."""
         fingerprints = self._fingerprints()
         adapters: dict[str, Tensor] = {}
         own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights(adapters))

@@ -70,9 +70,6 @@ class WeightGiver:
         self._joining: dict[str, Any] = {}
         self._group: WeightGroup | None = None
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def layout(self) -> dict[str, Any]:
         """`buckets`: the fields of a `weight_bodies.Bucket` each, in the order in which they are given; `lora_scale`
         of adapters alone, else None."""
@@ -136,7 +133,7 @@ class WeightGiver:
         """`failure`: why not all were sent, else ""; `fingerprints` by name. which: weights."""
         self.begin(which, fingerprint=fingerprint)
         failure = ""
-        for number in range(len(self)):
+        for number in range(len(self._buckets)):
             if (flat := self._bucket(number, which)) is not None:
                 failure = failure or self._send(flat)
         return {"failure": failure, "fingerprints": {} if self._fingerprints is None else self._fingerprints.all()}
@@ -151,7 +148,7 @@ class WeightGiver:
         reply: dict[str, Any] = {"handles": [], "failure": "", "fingerprints": {}}
         if (flat := self._bucket(number, NOW, everywhere=any(counts[1:]))) is None:
             return reply
-        if self._fingerprints is not None and number + 1 == len(self):
+        if self._fingerprints is not None and number + 1 == len(self._buckets):
             reply["fingerprints"] = self._fingerprints.all()
         count = counts[self._rank] if self._rank < len(counts) else 0
         try:
