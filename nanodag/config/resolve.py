@@ -81,8 +81,9 @@ def resolve(
     tree["preset"] = preset
     _absolute_paths(tree, file.absolute().parent)
     unchanged = json.dumps(tree["stages"])
-    for text in environment_overrides():
-        _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
+    for name, variable in ENVIRONMENT.items():
+        if value := os.environ.get(variable):
+            _override(tree, f"{name}={json.dumps(value, ensure_ascii=False)}", origins, f"environment {variable}")
     before = _what_may_run(tree)
     for text in overrides:
         _override(tree, text, origins, "override")
@@ -153,12 +154,6 @@ def _at(tree: Any, path: KeyPath) -> Any:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def environment_overrides() -> list[str]:
-    """Overrides by the variables of ENVIRONMENT."""
-    settings = [(name, os.environ.get(variable)) for name, variable in ENVIRONMENT.items()]
-    return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings if value]
 
 
 def portable(overrides: Sequence[str]) -> list[str]:

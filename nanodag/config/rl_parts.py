@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
 from nanodag.config.section import Auto, Natural, Positive, Precision, Seconds, Section, later, operational
-from nanodag.config.stage_base import StageBase, from_setting
+from nanodag.config.stage_base import StageBase, answer, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
 from nanodag.inference.addresses import parse_address
@@ -361,15 +361,12 @@ class SampledStage(StageBase):
     """Newest checkpoints that are kept while the stage runs."""
 
     learned_sources = from_setting("data")
+    guest = answer(lambda stage: stage.sampler if stage.has_samplers and stage.sampler.engine in TITLES else None)
 
     @property
     def has_samplers(self) -> bool:
         """True where anything is sampled."""
         return True
-
-    @property
-    def guest(self) -> SamplerConfig | None:  # type: ignore[override]
-        return self.sampler if self.has_samplers and self.sampler.engine in TITLES else None
 
     @property
     def machines(self) -> dict[str, int]:

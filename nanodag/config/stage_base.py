@@ -98,6 +98,11 @@ def from_setting(name: str) -> Any:
     return property(attrgetter(name))
 
 
+def answer(of: Callable[[Any], Any]) -> Any:
+    """A stage's answer that follows from its settings. of: gets the stage."""
+    return property(of)
+
+
 class StageBase(Section):
     """Base of every kind's config. A kind overrides what it answers differently, a value also by a property.
 

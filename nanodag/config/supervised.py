@@ -15,7 +15,7 @@ from nanodag.config.kind import MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, check_names
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.section import WHOLE, Auto, Filler, Natural, Share, StageSection, later, operational
-from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
+from nanodag.config.stage_base import ExternalInput, TrainedStage, answer, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.data.records import Wanted
@@ -273,10 +273,7 @@ class SupervisedStage(TrainedStage):
     optimizer_name = from_setting("optimizer.name")
     lora_rank = from_setting("optimizer.lora_rank")
     lora_base = from_setting("optimizer.lora_base")
-
-    @property
-    def measures_held_out(self) -> bool:  # type: ignore[override]
-        return self.validation_tokens > 0
+    measures_held_out = answer(lambda stage: stage.validation_tokens > 0)
 
     def external_inputs(self) -> Iterator[ExternalInput]:
         """CORE's bundle, where it is scored on it."""

@@ -30,7 +30,7 @@ class Overlap:
     """One benchmark against one training source.
 
     rows: of the benchmark. rows_too_short: without any n-gram, so never found. rows_found: with an n-gram in the
-    training text. ngrams, ngrams_found: different ones. training_rows, training_bytes: read; complete: all of them.
+    training text. training_bytes: read; complete: all of them.
     """
 
     benchmark: str
@@ -38,9 +38,6 @@ class Overlap:
     rows: int
     rows_too_short: int
     rows_found: int
-    ngrams: int
-    ngrams_found: int
-    training_rows: int
     training_bytes: int
     complete: bool
 
@@ -80,9 +77,6 @@ def contamination(
                     rows=benchmark.rows,
                     rows_too_short=benchmark.rows - len(np.unique(benchmark.row_of)),
                     rows_found=len(np.unique(benchmark.row_of[hit])),
-                    ngrams=len(np.unique(benchmark.hashes)),
-                    ngrams_found=len(np.unique(benchmark.hashes[hit])),
-                    training_rows=reading.rows,
                     training_bytes=reading.num_bytes,
                     complete=reading.complete,
                 )
@@ -136,13 +130,13 @@ def _joined(singles: list[int], lengths: list[int], owners: list[int], words: in
     return total[whole], np.repeat(np.array(owners, dtype=np.int64), sizes)[:count][whole]
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Every string inside a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from texts_in(inner)
 
 
 @dataclass
@@ -161,7 +155,7 @@ class _Reading:
                 self.complete = False
                 return
             self.rows += 1
-            for text in _texts(row):
+            for text in texts_in(row):
                 self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
                 yield text, self.rows
 

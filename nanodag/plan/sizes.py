@@ -13,6 +13,7 @@ from typing import Any
 
 from nanodag.config.pipeline import DataSize
 from nanodag.data.config import SourceConfig
+from nanodag.data.contamination import texts_in
 from nanodag.data.core_tasks import TASKS
 from nanodag.data.hub import mirrored_files
 from nanodag.data.shuffle import WINDOW_BYTES
@@ -219,17 +220,11 @@ def _rows_of(path: Path, num_bytes: int) -> tuple[int | None, float]:
     if not is_lines:
         return 1, unpacked * num_bytes
     whole = head if is_all else head[: head.rfind(b"\n") + 1]
-    texts = [_text_in(orjson.loads(line)) for line in whole.splitlines() if line.strip()]
+    rows = [orjson.loads(line) for line in whole.splitlines() if line.strip()]
+    texts = [sum(len(text.encode()) for text in texts_in(row)) for row in rows]
     if not texts:
         return None, SIZES["stream_row_bytes"]
     return round(unpacked * num_bytes * len(texts) / len(whole)), fmean(texts)
-
-
-def _text_in(value: object) -> int:
-    """Bytes of all texts in a row."""
-    if isinstance(value, dict | list):
-        return sum(map(_text_in, value.values() if isinstance(value, dict) else value))
-    return len(value.encode()) if isinstance(value, str) else 0
 
 
 def bytes_per_token(vocabulary: int) -> float:

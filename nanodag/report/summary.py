@@ -38,7 +38,8 @@ def scored_stages(store: Store, record: RunRecord) -> dict[str, ReportedStage]:
 def _finished(store: Store, record: RunRecord) -> dict[str, Any]:
     """Context of each finished stage, but of an evaluation whose scores are not there."""
     scorers = [name for name, entry in record.stages.items() if recorded_kind(entry.kind).makes == SCORES]
-    contexts = context_stages(store, record, list(record.stages), is_read=has_scores, has_records=_has_samples)
+    samples: dict[str, Any] = {"has_records": lambda artifact: recorded_kind(artifact.kind).config.makes_rollouts}
+    contexts = context_stages(store, record, list(record.stages), is_read=has_scores, **samples)
     return {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}
 
 
@@ -59,10 +60,6 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
 def has_scores(artifact: Artifact) -> bool:
     """True for an eval's artifact that its worker has written whole."""
     return recorded_kind(artifact.kind).makes == SCORES and "results.json" in artifact.files
-
-
-def _has_samples(artifact: Artifact) -> bool:
-    return recorded_kind(artifact.kind).config.makes_rollouts
 
 
 def _line(comparison: Comparison) -> str:

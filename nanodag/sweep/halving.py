@@ -4,7 +4,6 @@ A point is judged where it has come 1/N² and 1/N of its way, at the first valid
 the best 1/N of the points that came so far, or the best where they are fewer than N. Source: ASHA, arXiv:1810.05934.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 from nanodag.config import AnyStage
 from nanodag.errors import ConfigError, MissingTool, StageStopped
+from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.run.build_stage import key_of
 from nanodag.run.record import Run, StageResult
 from nanodag.sweep.sweep_page import TELLING
@@ -113,10 +113,4 @@ def _earlier(
         folder = run.store.workspace(key)
     else:
         return []
-    lines = []
-    with suppress(FileNotFoundError):
-        for text in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # of a process that was killed
-                line = json.loads(text)
-                lines.append((float(line.get("time", 0)), name, line))
-    return lines
+    return [(float(line.get("time", 0)), name, line) for line in read_lines(folder / "metrics.jsonl")]

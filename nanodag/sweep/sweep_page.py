@@ -4,7 +4,7 @@ curves."""
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -166,7 +166,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
 
 def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]) -> Table:
     body, names = [], sweep.names
-    for row in sorted(rows, key=_rank(labels, metrics)):
+    for row in sorted(rows, key=lambda row: _rank(row, labels, metrics)):
         values = values_of(row.point)
         options = [Cell(text=values.get(name, "")) for name in names]
         scores = [_score_cell(row.scores.get(label)) for label in labels]
@@ -179,18 +179,14 @@ def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metric
     return Table(headers=headers, rows=body, numeric=tuple(range(first, len(headers))))
 
 
-def _rank(labels: Sequence[str], metrics: Sequence[str]) -> Callable[[PointRow], tuple[float, int]]:
+def _rank(row: PointRow, labels: Sequence[str], metrics: Sequence[str]) -> tuple[float, int]:
     """Best first by the first score, else by the first metric; what has none last."""
-
-    def rank(row: PointRow) -> tuple[float, int]:
-        if labels and (score := row.scores.get(labels[0])) is not None:
-            return (-score.value if score.higher_is_better else score.value), row.point.number
-        if not labels and metrics and metrics[0] in row.metrics:
-            value = row.metrics[metrics[0]]
-            return (-value if TELLING.get(metrics[0], False) else value), row.point.number
-        return math.inf, row.point.number
-
-    return rank
+    if labels and (score := row.scores.get(labels[0])) is not None:
+        return (-score.value if score.higher_is_better else score.value), row.point.number
+    if not labels and metrics and metrics[0] in row.metrics:
+        value = row.metrics[metrics[0]]
+        return (-value if TELLING.get(metrics[0], False) else value), row.point.number
+    return math.inf, row.point.number
 
 
 def _score_cell(score: PointScore | None) -> Cell:

@@ -12,7 +12,7 @@ from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, later, operational
-from nanodag.config.stage_base import StageBase, from_setting
+from nanodag.config.stage_base import StageBase, answer, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
@@ -235,23 +235,14 @@ class EvalStage(StageBase):
         if ("baseline" in self.inputs) != any(benchmark.judge != "none" for benchmark in self.benchmarks):
             raise ValueError("a benchmark's `judge` and the input `baseline` go together: name both, or neither")
 
-    @property
-    def is_served(self) -> bool:  # type: ignore[override]
-        return self.endpoint.url != "none"
-
     asks_in_chat = from_setting("chat")
-
-    @property
-    def guest(self) -> EvalSamplerConfig | None:  # type: ignore[override]
-        return self.sampler if self.sampler.engine in TITLES else None
+    is_served = answer(lambda stage: stage.endpoint.url != "none")
+    guest = answer(lambda stage: stage.sampler if stage.sampler.engine in TITLES else None)
+    spare_gpus = answer(lambda stage: (int(stage.sampler.replicas) - 1) * stage.sampler.tensor_parallel)
 
     def num_gpus(self, available: int) -> int:
         """GPUs of one sampler at least."""
         return self.sampler.tensor_parallel
-
-    @property
-    def spare_gpus(self) -> int:  # type: ignore[override]
-        return (int(self.sampler.replicas) - 1) * self.sampler.tensor_parallel
 
     def on_another_machine(self, **updates: Any) -> Self:
         """The stage with `auto` for what follows from a machine, its samplers too."""

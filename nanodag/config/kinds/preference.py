@@ -6,8 +6,8 @@ from pydantic import Field
 
 from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.section import later
+from nanodag.config.stage_base import answer
 from nanodag.config.supervised import ChatStage
-from nanodag.data.records import Wanted
 
 
 class PreferenceLossConfig(EntryConfig):
@@ -49,13 +49,8 @@ class PreferenceStage(ChatStage):
             if not (weight := options.get(name, 1)) > 0:
                 raise ValueError(f"loss.options.{name} {weight} would learn nothing of such answers; set it above 0")
 
-    @property
-    def record_kind(self) -> Wanted:  # type: ignore[override]
-        return "judgement" if self.loss.judges_alone else "preference"
-
-    @property
-    def passes_before(self) -> float:  # type: ignore[override]
-        return 1.0 if self.loss.needs_reference else 0.0
+    record_kind = answer(lambda stage: "judgement" if stage.loss.judges_alone else "preference")
+    passes_before = answer(lambda stage: 1.0 if stage.loss.needs_reference else 0.0)
 
 
 class RewardModelStage(ChatStage):
@@ -83,13 +78,10 @@ class RewardModelStage(ChatStage):
         if self.judges == "steps" and (self.centring or self.margin_weight):
             raise ValueError("centring and margin_weight are of pairs, and judges: steps has none; leave them out")
 
-    @property
-    def record_kind(self) -> Wanted:  # type: ignore[override]
-        return "preference" if self.judges == "pairs" else "stepwise"
-
-    @property
-    def objective(self) -> str:  # type: ignore[override]
-        return f"nanodag.train.preference:{'PairwiseReward' if self.judges == 'pairs' else 'StepReward'}"
+    record_kind = answer(lambda stage: "preference" if stage.judges == "pairs" else "stepwise")
+    objective = answer(
+        lambda stage: f"nanodag.train.preference:{'PairwiseReward' if stage.judges == 'pairs' else 'StepReward'}"
+    )
 
     @property
     def packing(self) -> dict[str, Any]:

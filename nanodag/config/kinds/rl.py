@@ -13,7 +13,7 @@ from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
 from nanodag.config.rl_parts import EntryConfig, SampledStage
 from nanodag.config.section import Auto, later, operational
-from nanodag.config.stage_base import ExternalInput, TrainedStage, from_setting
+from nanodag.config.stage_base import ExternalInput, TrainedStage, answer, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
@@ -99,10 +99,8 @@ class RLStage(SampledStage, TrainedStage):
         return self.algorithm.load(entry)
 
     lora_rank = from_setting("optimizer.lora_rank")
-
-    @property
-    def measures_held_out(self) -> bool:  # type: ignore[override]
-        return self.evaluation.eval_prompts > 0 and not self.evaluation.validation
+    measures_held_out = answer(lambda stage: stage.evaluation.eval_prompts > 0 and not stage.evaluation.validation)
+    own_gpus = answer(lambda stage: len(stage.sampler.gpus) if isinstance(stage.sampler.gpus, tuple) else 0)
 
     def num_gpus(self, available: int) -> int:
         """GPUs of a node, once nothing is `auto`: as many as its ranks, or as all its samplers where that is more;
@@ -141,10 +139,6 @@ class RLStage(SampledStage, TrainedStage):
         rollout = self.rollout
         tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
         return tokens, rollout.max_new_tokens, 0, self.optimizer.sequence_parallel
-
-    @property
-    def own_gpus(self) -> int:  # type: ignore[override]
-        return len(self.sampler.gpus) if isinstance(self.sampler.gpus, tuple) else 0
 
     def before_ranks(self, derived: derive.Derived) -> Self:
         """The stage with the trainer's precision, narrow models on a CPU in float32, and the GPUs that samplers have to

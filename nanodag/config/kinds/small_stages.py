@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nanodag.config.stage_base import ExternalInput, StageBase, from_setting
+from nanodag.config.stage_base import ExternalInput, StageBase, answer, from_setting
 from nanodag.data.config import SourceConfig
 from nanodag.data.question_form import check_effect
 from nanodag.data.records import Wanted
@@ -43,10 +43,7 @@ class ImportStage(StageBase):
     """Adapters in peft's format that are added to its weights: `hub:owner/name[@revision]` or `file:FOLDER`."""
 
     known_model = from_setting("model")
-
-    @property
-    def known_code(self) -> Literal["", "transformers"]:  # type: ignore[override]
-        return "" if self.model_code == "own" else self.model_code
+    known_code = answer(lambda stage: "" if stage.model_code == "own" else stage.model_code)
 
     def external_inputs(self) -> Iterator[ExternalInput]:
         yield ExternalInput("model", "model", self.model)

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from nanodag.config.derive import Derived
 from nanodag.config.model_size import model_of
-from nanodag.config.stage_base import from_setting
+from nanodag.config.stage_base import answer, from_setting
 from nanodag.config.supervised import ChatStage, ShapeConfig, SupervisedStage
 from nanodag.errors import ConfigError
 
@@ -20,10 +20,7 @@ class PretrainStage(SupervisedStage):
     tokens_per_parameter: float = Field(10.5, gt=0, le=1_000_000)
     """Horizon in tokens for each parameter in matrices and output head, where horizon_tokens is auto."""
 
-    @property
-    def is_from_scratch(self) -> bool:  # type: ignore[override]
-        return self.shape.depth > 0
-
+    is_from_scratch = answer(lambda stage: stage.shape.depth > 0)
     extends_to = from_setting("shape.extend_to")
 
     def before_ranks(self, derived: Derived) -> Self:
