@@ -39,8 +39,7 @@ class EpisodeFailed(Exception):
 
 
 class EpisodeLost(EpisodeFailed):
-    """Its process was killed by somebody else, such as the system when memory is short: played again, it may do
-    better."""
+    """Its process was killed by somebody else, as the system when memory is short: played again, it may do better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

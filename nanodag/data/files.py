@@ -26,8 +26,7 @@ _FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".txt")
 class FileSource(Source):
     """The rows of several files, one after another.
 
-    name: what its identity begins with. A view, and the way text is cut, are part of the identity where they decide
-    the rows.
+    name: what its identity begins with. A view, and the way text is cut, are part of it where they decide the rows.
     """
 
     def __init__(

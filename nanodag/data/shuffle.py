@@ -80,8 +80,11 @@ class RowOrder:
 
     def next_row(self) -> tuple[int, int, Row] | None:
         """(epoch, number, row), or None once at the end of each pass."""
-        if self._rows is None:
-            self._rows = self._rest_of_pass()
+        if self._rows is None and (shards := self._source.shards()):
+            self._rows = self._from_shards(shards)
+        elif self._rows is None:
+            share = self._share()
+            self._rows = self._from_front() if share is None else share.rows(self.taken)
         numbered_row = next(self._rows, None)
         if numbered_row is None:
             self.epoch, self.shard, self.taken, self.window_start, self._rows = self.epoch + 1, 0, 0, 0, None
@@ -138,12 +141,6 @@ class RowOrder:
             share = _Share(self._source, key, rank=self._rank, world=self._world, shuffle=self._shuffle)
             self._shares = {self.epoch: share if has_blocks else None}
         return self._shares[self.epoch]
-
-    def _rest_of_pass(self) -> Iterator[tuple[int, Row]]:
-        if shards := self._source.shards():
-            return self._from_shards(shards)
-        share = self._share()
-        return self._from_front() if share is None else share.rows(self.taken)
 
     def _from_shards(self, shards: Sequence[RemoteFile]) -> Iterator[tuple[int, Row]]:
         order = permutation(len(shards), self._seed, self.epoch, -1) if self._shuffle else range(len(shards))

@@ -23,19 +23,10 @@ from jinja2 import Environment, StrictUndefined
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
+from nanodag.evaluation import results
 from nanodag.evaluation.forms import WRITTEN, FunctionName, find_form, read_form
 from nanodag.evaluation.items import item_options
-from nanodag.evaluation.results import (
-    Answer,
-    BenchmarkResult,
-    Ending,
-    Judged,
-    answer_of,
-    judged_from,
-    plain,
-    result_of,
-    written_record,
-)
+from nanodag.evaluation.results import Answer, BenchmarkResult, Ending, Judged, plain
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.own_code.functions import function_at, function_in
@@ -153,11 +144,11 @@ class Benchmark:
 
     def answer(self, text: str, *, ending: Ending, is_open: bool = False, stops: Sequence[str] = ()) -> Answer:
         """Answer that a model wrote, as `answer_of` has it."""
-        return answer_of(text, ending=ending, tags=self.config.thinking, is_open=is_open, stops=stops)
+        return results.answer_of(text, ending=ending, tags=self.config.thinking, is_open=is_open, stops=stops)
 
     def judge(self, item: AskedItem, answer: Answer) -> Judged:
         """The scores of one answer. It runs the form's own function, which may take long: a program in the sandbox."""
-        return judged_from(plain(self._process_results(item.doc, [str(answer)])), str(answer), self.metrics)
+        return results.judged_from(plain(self._process_results(item.doc, [str(answer)])), str(answer), self.metrics)
 
     def result(self, answers: Mapping[str, Sequence[Answer]]) -> BenchmarkResult:
         """The scores of all items. answers: num_samples of each item, by its id. Raises KeyError for an item without
@@ -168,7 +159,7 @@ class Benchmark:
             if len(item_answers) != self.config.num_samples:
                 raise ValueError(f"item {item.id} has {len(item_answers)} answers, not {self.config.num_samples}")
             records.append(
-                written_record(
+                results.written_record(
                     self.config,
                     item_id=item.id,
                     prompt=item.messages[-1]["content"],
@@ -177,7 +168,7 @@ class Benchmark:
                     judged=[self.judge(item, answer) for answer in item_answers],
                 )
             )
-        return result_of(
+        return results.result_of(
             self.config,
             form=self._path.stem,
             is_chat=True,

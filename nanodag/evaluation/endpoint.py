@@ -73,8 +73,7 @@ class EndpointModel(EvaluatedModel):
         return [scores[pair] for pair in texts]
 
     def _score(self, pair: tuple[str, str]) -> Sequence[Any]:
-        """The answer's log-probability, None where the context is too long; whether it is greedy; tokens that were
-        read."""
+        """The answer's log-probability, None of too long a context; whether it is greedy; tokens that were read."""
         context, whole = len(pair[0]), "".join(pair)
         body = {"model": self._endpoint.model, "prompt": whole, "max_tokens": 1, "temperature": 0.0}
 

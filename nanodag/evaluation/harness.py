@@ -18,19 +18,11 @@ import yaml
 from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.evaluation import results
 from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.items import item_options
-from nanodag.evaluation.results import (
-    Answer,
-    BenchmarkResult,
-    Judged,
-    judged_from,
-    plain,
-    result_of,
-    shortened,
-    written_record,
-)
+from nanodag.evaluation.results import Answer, BenchmarkResult, Judged, judged_from, plain
 from nanodag.store.kept_lines import KeptLines, content_key
 
 log = logging.getLogger(__name__)
@@ -83,7 +75,7 @@ def run_benchmark(
     else:
         records = [_likelihood_record(sample, metrics) for sample in samples]
         means = {}
-    result = result_of(
+    result = results.result_of(
         config,
         form=form.stem,
         is_chat=is_chat,
@@ -105,12 +97,12 @@ def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[st
     function = task.config.process_results
     metrics = list(task.aggregation())
 
-    def process_results(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-        is_written = all(isinstance(text, str) for text in results) and "item_id" in doc
-        key = content_key("judged", doc["item_id"], list(results)) if is_written else ""
+    def process_results(doc: Mapping[str, Any], responses: Sequence[Any]) -> dict[str, Any]:
+        is_written = all(isinstance(text, str) for text in responses) and "item_id" in doc
+        key = content_key("judged", doc["item_id"], list(responses)) if is_written else ""
         verdict = kept.get(key) if kept is not None else None
         if verdict is None:
-            verdict = plain(function(doc, results)) if is_written else function(doc, results)
+            verdict = plain(function(doc, responses)) if is_written else function(doc, responses)
             if kept is not None and is_written:
                 kept.add({key: verdict})
         returned.append(verdict)
@@ -144,7 +136,7 @@ def _written_record(
     answers = [text if isinstance(text, Answer) else Answer(text) for text in texts]
     prompt, target = samples[0]["arguments"][0][0], _plain(samples[0]["target"])
     item_id = _id_of(samples[0])
-    return written_record(config, item_id=item_id, prompt=prompt, target=target, answers=answers, judged=judged)
+    return results.written_record(config, item_id=item_id, prompt=prompt, target=target, answers=answers, judged=judged)
 
 
 def _likelihood_record(sample: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
@@ -162,7 +154,7 @@ def _likelihood_record(sample: Mapping[str, Any], metrics: list[str]) -> dict[st
         record["logprobs"] = [round(float(response[0][0]), 4) for response in sample["resps"]]
         record["target"] = _plain(sample["target"])
     record["scores"] = {name: float(score) for name, score in scores.items()}
-    return {key: shortened(value) if isinstance(value, str) else value for key, value in record.items()}
+    return {key: results.shortened(value) if isinstance(value, str) else value for key, value in record.items()}
 
 
 def _id_of(sample: Mapping[str, Any]) -> str:

@@ -27,8 +27,7 @@ def allow_many_sockets() -> None:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """The address of this machine from which it reaches a host. Nothing is sent. Raises OSError where no way leads
-    there."""
+    """This machine's address from which it reaches a host. Nothing is sent. Raises OSError where no way leads there."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as way:
         way.connect(address)

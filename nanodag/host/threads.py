@@ -12,8 +12,7 @@ P = ParamSpec("P")
 
 
 class MadeOnce(Generic[P, T]):
-    """`functools.cache` for a function that may be called from several threads at once: what it makes for the same
-    arguments is made once."""
+    """`functools.cache` for a function that several threads may call at once: for equal arguments it is called once."""
 
     def __init__(self, make: Callable[P, T]) -> None:
         self._lock, self._made = threading.Lock(), cache(make)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.errors.words import listed
+from nanodag.host.beside import table_beside
 from nanodag.inference.sglang_options import check_no_window
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -23,13 +24,7 @@ ModelCode = Literal["own", "transformers"]
 MODEL_CODE = "nanodag_model_code"
 """Key of config.json by which a model says whose code computes it."""
 # Names of a size among model types.
-_SIZES: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
-    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
-}
+_SIZES: dict[str, list[str]] = table_beside(__file__, "size_names.yaml")
 UNBOUNDED_POSITIONS = 32_768  # of a model that names no longest context, as one of states alone
 
 

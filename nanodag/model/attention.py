@@ -153,7 +153,8 @@ def _plain(sequences: Sequences, places: Places, device: torch.device) -> Flat:
             query = query.new_zeros(len(back), *query.shape[1:]).index_copy(0, asking, query)
         results = []
         for in_rows in classes:
-            rows = [_picked(tensor, in_rows) for tensor in (query, key, value)]
+            picked = (Gathered.apply(tensor, in_rows.flatten()) for tensor in (query, key, value))
+            rows = [tensor.unflatten(0, in_rows.shape).transpose(1, 2) for tensor in picked]  # (R, heads, L, D)
             key_rows, value_rows = (tensor.repeat_interleave(repeats, dim=1) for tensor in rows[1:])
             length = in_rows.shape[1]
             mask = None  # each query sees all before it
@@ -187,11 +188,6 @@ def length_classes(sequences: Sequences, ratio: float) -> tuple[list[np.ndarray]
         classes.append(np.stack([np.pad(own, (0, longest - len(own)), constant_values=own[0]) for own in chosen]))
         first += len(chosen) * longest
     return classes, back
-
-
-def _picked(tensor: Tensor, places: Tensor) -> Tensor:
-    """(N, heads, D) at (R, L) -> (R, heads, L, D)."""
-    return Gathered.apply(tensor, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
 class Gathered(torch.autograd.Function):

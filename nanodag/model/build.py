@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanodag.config.dial import Shape
+from nanodag.host.beside import table_beside
 from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.decoder import Decoder
 
@@ -58,26 +59,19 @@ def initialise(model: Decoder, seed: int) -> None:
 def qwen3_config(of: Architecture) -> dict[str, object]:
     """The config.json of a Qwen3-type model, but for the dtype and the tokenizer's ids."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
+        **table_beside(__file__, "qwen3.yaml"),
         "attention_bias": of.output_bias,
-        "attention_dropout": 0.0,
         "head_dim": of.head_dim,
-        "hidden_act": "silu",
         "hidden_size": of.hidden_size,
-        "initializer_range": 0.02,
         "intermediate_size": of.intermediate_size,
         "layer_types": ["full_attention"] * of.num_layers,
         "max_position_embeddings": of.max_positions,
         "max_window_layers": of.num_layers,
-        "model_type": "qwen3",
         "num_attention_heads": of.num_heads,
         "num_hidden_layers": of.num_layers,
         "num_key_value_heads": of.num_kv_heads,
         "rms_norm_eps": of.norm_eps,
         "rope_parameters": {"rope_theta": of.rope.theta, "rope_type": "default"},
-        "sliding_window": None,
         "tie_word_embeddings": of.tied,
-        "use_cache": True,
-        "use_sliding_window": False,
         "vocab_size": of.vocab_size,
     }

@@ -30,8 +30,7 @@ BUILD_TIMEOUT_S = 1200  # it takes 7 CPU-seconds, and minutes where many wait fo
 
 
 def c_library(source: Path, what: str, functions: Mapping[str, tuple[Any, Any]]) -> ctypes.CDLL:
-    """The shared library of a C file, built now or found. what: it is, for the error. functions: types of the arguments
-    of each, and of what it returns.
+    """The shared library of a C file, built now or found. what: for errors. functions: types of arguments and result.
 
     Raises MissingTool where no C compiler builds it."""
     named = os.environ.get("CC", "cc")

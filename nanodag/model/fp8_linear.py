@@ -14,8 +14,7 @@ from nanodag.model.layer import Linear
 
 
 def fp8_linear(device: torch.device) -> Linear:
-    """A function like torch.nn.functional.linear of bfloat16 tensors, with gradients. Raises MissingTool without
-    torchao."""
+    """A function like torch's linear of bfloat16 tensors, with gradients. Raises MissingTool without torchao."""
     try:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args

@@ -179,8 +179,7 @@ def _pairs(tensors: Mapping[str, Tensor], source: str, rank: int | None = None) 
 
 @faults_of_config()
 def additions(folder: Path) -> dict[str, Tensor]:
-    """Sums to a model's weights, float32 by their names, of an adapter folder in peft's format. Raises ConfigError for
-    one that `read_adapter` refuses."""
+    """Sums to a model's weights, float32 by name, of an adapter folder. Raises ConfigError for one that is refused."""
     tensors, scale = read_adapter(folder)
     return {name: scale * (up.float() @ down.float()) for name, (down, up) in _pairs(tensors, str(folder)).items()}
 

@@ -4,9 +4,8 @@ Letters: T tokens of a batch, N scored tokens, M places that predict them, S seq
 
 Whatever questions and answers begin with is read once a batch: a context for all its answers, examples for all
 questions behind them. Their tokens make a tree, whose sequences lie one after the other in one row, without padding
-(nanodag.model.attention). Four choices of 5 tokens behind a context of 30 cost 46 tokens instead of 136, of one
-token nothing beyond the context. The last layer is computed at the places that predict alone, but for its keys and
-values.
+(nanodag.model.attention). Four choices of 5 tokens behind a context of 30 cost 46 tokens instead of 136, of one token
+nothing beyond the context. But for keys and values the last layer is computed at places that predict.
 """
 
 import itertools
@@ -105,14 +104,12 @@ def score_questions(
     """Scores of every answer of every question, in the order given.
 
     models: of the same weights, each on a device of its own; whichever is free takes the next batch.
-    micro_batch_tokens: at once; a question that is longer goes alone. max_positions: a context that
-    leaves its longest answer no room loses tokens at its front. on_batch gets the number of questions done, and of
-    tokens that a batch has, whether it was computed now or before.
-    kept: batches that are done already, and where others are kept. A batch is kept whole: in another one, its scores
-    could be rounded otherwise.
+    micro_batch_tokens: at once; a question that is longer goes alone. max_positions: a context that leaves its longest
+    answer no room loses tokens at its front. on_batch gets the number of questions done, and of tokens that a batch
+    has, computed now or before. kept: batches that are done, and where others are kept. A batch is kept whole: in
+    another one scores could be rounded otherwise.
 
-    Raises ConfigError when an answer alone is longer than max_positions, TrainingDiverged for numbers that are not
-    finite.
+    Raises ConfigError for an answer that alone is longer than max_positions, TrainingDiverged for numbers not finite.
     """
     batches = in_batches(questions, micro_batch_tokens=micro_batch_tokens, max_positions=max_positions)
     scores: list[list[AnswerScore]] = [[] for _ in questions]

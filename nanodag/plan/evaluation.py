@@ -157,8 +157,7 @@ def _too_large(case: Case[EvalStage]) -> tuple[str, object]:
 
 
 def _void(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
-    """Faults that would make results void: answers that would be cut, prompts without room, a cache too small for one
-    sample."""
+    """Faults that would make results void: cut answers, prompts without room, a cache too small for one sample."""
     if not plan.processes or (samplers := samplers_of(case)) is None:
         return
     positions, (prompt, answer, name) = case.model.max_positions, _widest(case)

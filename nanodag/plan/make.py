@@ -137,8 +137,7 @@ def _with_disk(pipeline: Pipeline, plans: Sequence[StagePlan], machine: Machine)
 
 
 def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine) -> Fault:
-    """Fault of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
-    leave."""
+    """Fault of a stage that fills the disk, with the most checkpoints that fit. kept: bytes of the stages before."""
     stage = pipeline.stages[plan.name]
     keeps = int(getattr(stage, "keep_checkpoints", 1))
     used, setting = kept + (plan.disk_bytes or 0), "keep_checkpoints" if keeps > 1 else "store.url"

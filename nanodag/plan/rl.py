@@ -141,8 +141,7 @@ def _too_large(case: Case[RLStage]) -> tuple[str, object]:
 
 
 def _void(plan: StagePlan, case: Case[RLStage]) -> Iterator[Fault]:
-    """Faults that would make results void: a batch smaller than asked, a prompt without room, an answer that cannot be
-    as long as is asked."""
+    """Faults that would make results void: a batch smaller than asked, a prompt without room, answers that are cut."""
     if not plan.processes:
         return
     stage, sampler, rollout, samplers = case.stage, case.stage.sampler, case.stage.rollout, samplers_of(case)
@@ -249,8 +248,7 @@ def _smaller_caches(case: Case[RLStage]) -> Iterator[Changed]:
 
 
 def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
-    """Smaller micro-batches that hold a rollout, then with checkpointing, then with the optimizer's states in host
-    memory."""
+    """Smaller micro-batches that hold a rollout, then with checkpointing, then with optimizer states in host memory."""
     longest, most = int(stage.sampler.context), int(stage.optimizer.micro_batch_tokens)
     micros = [most] + [tokens for tokens in (1 << k for k in range(20, 3, -1)) if longest <= tokens < most]
     if longest < micros[-1]:

@@ -13,19 +13,8 @@ import jinja2
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.host.beside import table_beside
-from nanodag.report import plots, tables, words
-from nanodag.report.gather import (
-    NO_CLEAR,
-    Column,
-    Comparison,
-    ReportedStage,
-    benchmarks_of,
-    columns_of,
-    comparisons_of,
-    stages_of,
-    unusual,
-    warnings_of,
-)
+from nanodag.report import gather, plots, tables, words
+from nanodag.report.gather import NO_CLEAR, Column, Comparison, ReportedStage, columns_of, unusual, warnings_of
 from nanodag.report.lineage import TEMPLATES, lineage_svg
 from nanodag.report.tables import Cell, Table
 from nanodag.run.progress import StageProgress
@@ -85,10 +74,10 @@ def build_report(
     missing: Sequence[str] = (),
 ) -> Report:
     """The report of a run. missing: names of stages that were to be reported but have no result."""
-    begun = stages_of(context)
+    begun = gather.stages_of(context)
     stages = {name: stage for name, stage in begun.items() if stage.digest}
     columns = columns_of(stages)
-    comparisons = comparisons_of(columns, stages)
+    comparisons = gather.comparisons_of(columns, stages)
     found = [Part(table=contamination)] if contamination is not None else []
     total = [Part(table=tables.stages_table(stages, price_per_hour), style="compact total")] if stages else []
     costs = PageSection(title="Time, tokens and cost", note=NOTES["cost"], parts=total)
@@ -119,7 +108,7 @@ def build_report(
 def compare_report(contexts: Mapping[str, Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> Report:
     """The report of several runs: curves of stages of one name over each other, scores beside each other, and settings
     that differ. contexts: of each run. configs: of each run, settings by dotted name."""
-    runs = {run: stages_of(context) for run, context in contexts.items()}
+    runs = {run: gather.stages_of(context) for run, context in contexts.items()}
     finished = {run: {n: s for n, s in stages.items() if s.digest} for run, stages in runs.items()}
     columns = [replace(c, label=f"{run} {c.label}") for run, stages in finished.items() for c in columns_of(stages)]
     sections = []
@@ -181,7 +170,7 @@ def _md_cell(cell: Cell) -> str:
 def _score_cards(columns: Sequence[Column]) -> list[Cell]:
     """Scores of the last model with their intervals."""
     cards = []
-    for name in benchmarks_of(columns[-1:])[:MOST_SCORES]:
+    for name in gather.benchmarks_of(columns[-1:])[:MOST_SCORES]:
         score: Any = columns[-1].benchmark(name)
         text = words.value(score["value"], score["metric"]) + (" %" if words.is_share(score["metric"]) else "")
         interval = words.interval(score["low"], score["high"], score["metric"])
@@ -275,7 +264,7 @@ def _samples(
                 before, after = comparison.before.label, comparison.after.label
                 heading = f"{comparison.benchmark}: {before} {other}, {after} {turned}"
                 parts.append(Part(heading=heading, examples=examples, before=before, after=after, style=turned))
-    for benchmark in benchmarks_of(columns[-1:]):
+    for benchmark in gather.benchmarks_of(columns[-1:]):
         for verdict in ("passed", "failed"):
             if programs := tables.programs_of(columns[-1], benchmark, verdict=verdict):
                 heading = f"{benchmark}: programs of {columns[-1].label} that {verdict}"

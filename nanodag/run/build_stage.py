@@ -253,8 +253,7 @@ def made_from(artifact: Artifact, config: AnyStage, inputs: Inputs, *, took_s: f
 def _build(
     run: Run, name: str, inputs: Inputs, key: str, sources: Mapping[str, Any], lock: int, watch: Watch
 ) -> tuple[Artifact, float]:
-    """Build a stage that the store does not have, and publish it; returns with it the seconds that it waited for a
-    device of the machine."""
+    """Build a stage that the store lacks, and publish it; returns with it the seconds that it waited for devices."""
     began, stage = time.monotonic(), run.pipeline.stages[name]
     job = job_of(run, name, stage, inputs, run.store.workspace(key))
     if find_kind(stage.kind).makes == PAGE:
@@ -397,8 +396,7 @@ def steps_back_s(run: Run, stage: StageBase) -> float:
 
 
 def report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
-    """Context of a report's job (nanodag.report), for every stage above that has a result: its manifest, its files, its
-    records."""
+    """Context of a report's job (nanodag.report), of each stage above with a result: manifest, files, records."""
     record = run.store.read_run(run.name)
     above = {r.stage for r in inputs.values()}
     for stage in reversed(run.order[: run.order.index(name)]):

@@ -119,8 +119,7 @@ def state_of(path: str) -> list[int]:
 
 
 def _look(asked: dict[str, Any]) -> dict[str, Any]:
-    """Findings of the process. What a user's module prints goes nowhere; where one ends the process, that is a
-    fault."""
+    """Findings of the process. What a user's module prints goes nowhere; one that ends the process is a fault."""
     memory, total = min(psutil.virtual_memory().available, usable_memory()), usable_memory()
     environment = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     with tempfile.TemporaryDirectory(prefix="nanodag-") as folder:

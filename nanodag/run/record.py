@@ -79,8 +79,7 @@ class Run:
         self.store.change_run(self.name, lambda record: record.with_stage(stage, **fields))
 
     def note_key(self, stage: str, key: str) -> None:
-        """Record the key that a stage is going to have; what it was finished with under another one is not its result
-        any more."""
+        """Record the key that a stage is going to have; what it has of another key is no more its result."""
 
         def change(record: RunRecord) -> RunRecord:
             entry = record.stages[stage]
@@ -168,12 +167,10 @@ def open_run(
 ) -> Run:
     """Resolve the config and begin, or resume, the run of that name.
 
-    only: stages that are run this time; what the record says of the others stays. keeps_stale: so stay finished
-    ones that are stale, unless they must be run for another reason (nanodag.run.stale_stages.left_alone). flow_run:
-    Prefect's id.
+    only: stages that are run this time; what the record says of the others stays. keeps_stale: so stay finished ones
+    that are stale, unless they must be run for another reason (stale_stages.left_alone). flow_run: Prefect's id.
 
-    Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
-    executes that run.
+    Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a live process executes it.
     """
     resolved = resolve(pipeline_file(file), preset, overrides)
     store = store_of(resolved.pipeline)
@@ -309,8 +306,7 @@ def merged(overrides: Sequence[str]) -> list[str]:
 
 
 def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
-    """Inputs of a stage with these labels, as the run's record names them. Raises ArtifactNotFound when one is not
-    there yet."""
+    """Inputs of a stage with these labels, by the run's record. Raises ArtifactNotFound when one is not there yet."""
     stages = run.store.read_run(run.name).stages
     results = {}
     for label in labels:
@@ -400,8 +396,7 @@ def context_stages(
 
 
 def unfinished_stages(record: RunRecord, finished: Mapping[str, Any]) -> dict[str, Any]:
-    """The other stages of a run in the same form; attempt and digest are empty, records the workspace where they have
-    begun."""
+    """The other stages of a run in the same form; attempt and digest are empty, records the workspace of one begun."""
     shown = dict(finished)
     for stage, entry in record.stages.items():
         if stage not in finished:

@@ -183,8 +183,7 @@ def _bring_back(store: Store, reference: ArtifactReference, token: str, stayed: 
 
 
 def _remove(store: Store, item: Item, stayed: list[str]) -> int:
-    """Remove a workspace, a copy or a leftover; returns its bytes. One of a key stays while somebody builds that, or is
-    about to."""
+    """Remove a workspace, a copy or a leftover; returns its bytes. It stays while somebody builds its key, or will."""
     folder, _, name = item.name.partition("/")
     if item.what == "leftover" and folder != "checkpoints":
         store.backend.clear(item.name)

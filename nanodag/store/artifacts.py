@@ -31,18 +31,11 @@ from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
+from nanodag.store import manifest
 from nanodag.store.atomic import hashes_below, locked, sha256_of, sizes_below, write_json, writing
 from nanodag.store.backends import LocalBackend, RemoteBackend
 from nanodag.store.checkpoints import Mirror
-from nanodag.store.manifest import (
-    ATTEMPT,
-    FORMAT_VERSION,
-    MANIFEST,
-    Artifact,
-    check_listing,
-    content_digest,
-    parse_manifest,
-)
+from nanodag.store.manifest import MANIFEST, Artifact, check_listing
 from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
@@ -105,8 +98,7 @@ class Store:
             raise ArtifactNotFound(f"There is no attempt {attempt} of key {key} in {self.url}.") from None
 
     def check_own(self, artifact: Artifact) -> None:
-        """Raise StoreError when another user wrote an artifact that is about to be acted upon: its config may name
-        code."""
+        """Raise StoreError for another user's artifact that is about to be acted upon: its config may name code."""
         if not self.backend.is_own(f"{artifact.folder}/{MANIFEST}"):
             raise StoreError(
                 f"Artifact {artifact.folder} in {self.url} was written by another user, and running its stage "
@@ -150,7 +142,7 @@ class Store:
 
     def attempts(self, key: str) -> list[str]:
         """Names of the attempts under a key, oldest first, whether they are whole or not."""
-        return sorted(n for n in self.backend.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
+        return sorted(n for n in self.backend.names(f"artifacts/{safe_name(key)}") if manifest.ATTEMPT.fullmatch(n))
 
     def address(self, artifact: Artifact) -> str:
         """URL of an artifact for who is not of this store; without the login that the store's own may bear."""
@@ -221,11 +213,11 @@ class Store:
         if not hashes["files"]:
             raise StoreError(f"Stage {stage} left no files in {files}; there is nothing to publish.")
         artifact = Artifact(
-            format=FORMAT_VERSION,
+            format=manifest.FORMAT_VERSION,
             key=safe_name(key),
             attempt="",
             stage=stage,
-            digest=content_digest({n: f["sha256"] for n, f in hashes["files"].items()}),
+            digest=manifest.content_digest({n: f["sha256"] for n, f in hashes["files"].items()}),
             files=hashes["files"],
             records=hashes.get("records", {}),
             created=time.time(),
@@ -383,7 +375,7 @@ class Store:
         folder = f"artifacts/{safe_name(key)}/{safe_name(attempt)}"
         try:
             sizes = self.backend.listing(folder)
-            artifact = parse_manifest(self.backend.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
+            artifact = manifest.parse_manifest(self.backend.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
         except PermissionError as error:
             raise StoreError(f"{self.url}: {error}. This user may not read that artifact.") from error
         check_listing(artifact, sizes)

@@ -18,17 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import CorruptArtifact, MissingTool, NanodagError, StoreError
-from nanodag.store.atomic import (
-    bytes_below,
-    copy_hashed,
-    fsync_folders,
-    fsync_path,
-    is_leftover,
-    sizes_below,
-    temporary_name,
-    write_bytes,
-    writing,
-)
+from nanodag.store import atomic
+from nanodag.store.atomic import is_leftover, writing
 from nanodag.store.manifest import MANIFEST, PARTS, Artifact, manifest_text, parse_manifest
 
 Parts = Mapping[str, Path]
@@ -56,7 +47,7 @@ class LocalBackend:
         for place in (path, path.parent):
             if place.is_symlink():
                 raise CorruptArtifact(f"{place} is a link; an artifact lies in its store.")
-        return sizes_below(path)
+        return atomic.sizes_below(path)
 
     def read_text(self, path: str) -> str:
         """A file's text; bytes that are none become lone surrogates, for no parser. Raises FileNotFoundError."""
@@ -75,7 +66,7 @@ class LocalBackend:
         target = self.root / path
         with writing(f"Writing {target}"):
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(target, text.encode())
+            atomic.write_bytes(target, text.encode())
 
     def remove(self, path: str) -> None:
         with writing(f"Removing {self.root / path}"):
@@ -101,11 +92,11 @@ class LocalBackend:
             if home.is_symlink():
                 raise StoreError(f"{home} is a link; nothing is published through one. Remove it.")
             if is_new:
-                fsync_path(home.parent)
+                atomic.fsync_path(home.parent)
             with contextlib.suppress(FileNotFoundError):  # another process may just delete this key's last attempt
                 for name in filter(is_leftover, os.listdir(home)):  # of processes that were killed while they published
                     shutil.rmtree(home / name, ignore_errors=True)
-            temporary = home / temporary_name()
+            temporary = home / atomic.temporary_name()
             try:
                 _copy(artifact, parts, temporary)
                 return self._settle(artifact, temporary, next_number)
@@ -116,7 +107,7 @@ class LocalBackend:
     def _settle(self, artifact: Artifact, temporary: Path, number: int) -> Artifact:
         while True:
             placed = replace(artifact, attempt=f"{number:04d}")
-            write_bytes(temporary / MANIFEST, manifest_text(placed).encode())
+            atomic.write_bytes(temporary / MANIFEST, manifest_text(placed).encode())
             try:
                 os.rename(temporary, self.root / placed.folder)
             except OSError as error:
@@ -124,7 +115,7 @@ class LocalBackend:
                     raise
                 number += 1  # another writer took that number meanwhile
                 continue
-            fsync_path(temporary.parent)
+            atomic.fsync_path(temporary.parent)
             return placed
 
     def hide(self, key: str, attempt: str) -> str:
@@ -134,7 +125,7 @@ class LocalBackend:
         home = self.root / "artifacts" / key
         if not (home / attempt).exists():
             raise FileNotFoundError(home / attempt)
-        hidden = temporary_name()
+        hidden = atomic.temporary_name()
         with writing(f"Removing {home / attempt}"):
             os.rename(home / attempt, home / hidden)
         return hidden
@@ -175,7 +166,7 @@ class LocalBackend:
         sizes = {}
         for path in (*self.root.glob("artifacts/*/.*.tmp"), *self.root.glob("runs/.*.tmp")):
             if is_leftover(path.name):
-                num_bytes = bytes_below(path) if path.is_dir() else path.stat().st_size
+                num_bytes = atomic.bytes_below(path) if path.is_dir() else path.stat().st_size
                 sizes[path.relative_to(self.root).as_posix()] = num_bytes
         return sizes
 
@@ -192,10 +183,10 @@ def _copy(artifact: Artifact, parts: Parts, destination: Path) -> None:
         for name, facts in getattr(artifact, part).items():
             target = destination / part / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if copy_hashed(folder / name, target) != facts["sha256"]:
+            if atomic.copy_hashed(folder / name, target) != facts["sha256"]:
                 raise StoreError(f"{folder / name} changed while it was published; nothing was. Publish it again.")
             target.chmod(0o444)
-    fsync_folders(destination)
+    atomic.fsync_folders(destination)
 
 
 class RemoteBackend:
@@ -285,7 +276,7 @@ class RemoteBackend:
             target = folder / part / name
             if not target.is_file() or target.is_symlink() or target.stat().st_size != facts["bytes"]:
                 self.pull(f"{artifact.folder}/{part}/{name}", target)
-        write_bytes(folder / MANIFEST, manifest_text(artifact).encode())
+        atomic.write_bytes(folder / MANIFEST, manifest_text(artifact).encode())
         return folder
 
     def forget(self, artifact: Artifact, path: str) -> bool:

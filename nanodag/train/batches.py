@@ -126,8 +126,7 @@ class TokenBatches:
         return made.batch
 
     def take(self, number: int) -> list[Batch]:
-        """Take that many batches for one step. Among several ranks those of the open stretch; where they end,
-        padding."""
+        """Take that many batches for one step. Among several ranks: of the open stretch, then padding."""
         batches: list[Batch] = []
         while len(batches) < number and self._has_batch():
             batches.append(next(self))

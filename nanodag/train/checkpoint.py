@@ -186,8 +186,7 @@ def saved_state(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = Non
     """Files of `write_state`, open for reading parts of them, by any number of ranks. shapes: of the parameters that
     it is for; without them, any.
 
-    Raises CorruptArtifact, naming file and values, when files are missing or disagree, or when it is the state of other
-    parameters.
+    Raises CorruptArtifact, naming file and values, when files are missing or disagree, or are of other parameters.
     """
     path = folder / STATE_FILE
     if not path.exists():

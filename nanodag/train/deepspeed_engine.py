@@ -132,7 +132,9 @@ class TrainEngine:
         self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
         self.updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype, device=self.device)
-        self.lent_weights = LentMemory(self._weight_tensors(), device=self.device)
+        # This rank's weights between two steps, in the training precision: ZeRO-3 gives parameters their shares.
+        weights = (getattr(parameter, "ds_tensor", parameter.data) for parameter in model.parameters())
+        self.lent_weights = LentMemory(weights, device=self.device)
         self.lent_states = LentMemory(self.updates.tensors(), self._gradient_buffers(), device=self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,11 +291,6 @@ class TrainEngine:
                     saved.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
         self._refresh_weights()
         return snapshot
-
-    def _weight_tensors(self) -> list[Tensor]:
-        """Shares of the weights that this rank holds between two steps, in the training precision."""
-        parameters: list[Any] = list(self.model.parameters())  # ZeRO-3 gives them attributes
-        return [p.ds_tensor for p in parameters] if self.zero_stage == 3 else [p.data for p in parameters]
 
     def _gradient_buffers(self) -> list[Tensor]:
         """Tensors that DeepSpeed keeps between two steps for gradients that are yet to come."""

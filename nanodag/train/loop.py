@@ -33,8 +33,7 @@ class Stopped(Exception):
 
 
 class Loop:
-    """One stage on this rank, from its checkpoint where it has one. write: MetricsLog.write on rank 0, nothing
-    elsewhere."""
+    """One stage on this rank, from its checkpoint if any. write: MetricsLog.write on rank 0, nothing elsewhere."""
 
     def __init__(self, stage: PreparedStage) -> None:
         self.stage, self.config = stage, stage.config
@@ -208,14 +207,8 @@ class Loop:
             mfu=stage.flops_per_token * tokens / seconds / stage.peak_flops,
             tokens=progress.tokens,
         )
-        log.info(
-            "Step %d of %d: loss %.4f, gradient norm %.3f, %.0f tokens/s.",
-            progress.step,
-            stage.num_steps,
-            loss,
-            norm,
-            tokens / seconds,
-        )
+        reached = f"loss {loss:.4f}, gradient norm {norm:.3f}, {tokens / seconds:.0f} tokens/s"
+        log.info("Step %d of %d: %s.", progress.step, stage.num_steps, reached)
 
     def _diverged(self, what: str) -> TrainingDiverged:
         losses = ", ".join(f"{loss:.4f}" for loss in self.progress.last_losses) or "none"

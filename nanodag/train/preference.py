@@ -257,8 +257,7 @@ class StepReward(Objective):
     """
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Reported: accuracy, the share of steps that are told right or wrong as their labels say; the same of wrong
-        steps alone."""
+        """Reported: accuracy, the share of steps told right or wrong as labelled; the same of wrong steps alone."""
         moved = to_device(batch, engine.device)
         scores = engine(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
         labels = on_device(np.array(batch.judged, np.float32), engine.device)

@@ -229,8 +229,7 @@ def greedy(
 
 @contextmanager
 def uncompiled(model: CausalModel, *, active: bool = True) -> Iterator[None]:
-    """Inside this block a decoder runs without compiled code: for shapes that come once, compiling costs more than it
-    saves."""
+    """Inside this block a decoder runs uncompiled: for shapes that come once, compiling costs more than it saves."""
     if not isinstance(model, Decoder):
         yield
         return

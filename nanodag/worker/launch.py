@@ -20,6 +20,7 @@ from typing import Any
 
 from nanodag.children.child import Child, start_child
 from nanodag.config.kinds import find_kind
+from nanodag.host.beside import table_beside
 from nanodag.host.ports import network_environment
 from nanodag.own_code.trusted_modules import is_beside
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
@@ -74,17 +75,9 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
     gpus: those it may use, as CUDA_VISIBLE_DEVICES names them; empty for all.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_AUTH_STRING"}
-    environment.update(
-        OMP_NUM_THREADS=str(threads),
-        MKL_NUM_THREADS=str(threads),
-        OMP_WAIT_POLICY="PASSIVE",
-        GOMP_SPINCOUNT="0",
-        TOKENIZERS_PARALLELISM="false",
-        PYTHONUNBUFFERED="1",
-        HF_HUB_DISABLE_TELEMETRY="1",
-        DO_NOT_TRACK="1",
-        DS_ACCELERATOR="cuda" if device == "cuda" else "cpu",
-    )
+    environment |= table_beside(__file__, "environment.yaml")
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    environment["DS_ACCELERATOR"] = "cuda" if device == "cuda" else "cpu"
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
         # Keep freed memory: a step's large tensors are else mapped again each time, and their page faults took two

@@ -160,28 +160,11 @@ class Nodes:
         ]
 
     def start(self, module: str, environment: Mapping[str, str]) -> dict[str, Child]:
-        """Start a module's ranks everywhere; returns the process that stands for each node, by name, this machine's
-        first.
+        """Start a module's ranks everywhere; returns the process that stands for each node, this machine's first.
 
         A node that cannot be reached is asked again for REACH_TIMEOUT_S. Raises NodeLost after that, ConfigError when
         one does not share the workspace.
         """
-        self._reach_all(module, environment)
-        env = dict(environment) | network_environment(self.address)
-        # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
-        begin = partial(killed_with_parent, os.getpid())
-        here = start_child(self.command(0, module), environment=env, preexec_fn=begin)
-        return {self._hosts[0]: here, **{host: other.child for host, other in self._others.items()}}
-
-    def close(self) -> None:
-        """Have the other nodes end what they run, and wait until they have."""
-        for other in self._others.values():
-            other.child.tell(b"")
-        deadline = time.monotonic() + self.end_timeout_s
-        for other in self._others.values():
-            other.child.hang_up(deadline - time.monotonic())
-
-    def _reach_all(self, module: str, environment: Mapping[str, str]) -> None:
         for number, host in enumerate(self._hosts[1:], start=1):
             self._others[host] = RemoteCommand(
                 self._cluster,
@@ -197,6 +180,19 @@ class Nodes:
                 self.close()
                 leave_stopped()
             time.sleep(0.05)
+        env = dict(environment) | network_environment(self.address)
+        # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
+        begin = partial(killed_with_parent, os.getpid())
+        here = start_child(self.command(0, module), environment=env, preexec_fn=begin)
+        return {self._hosts[0]: here, **{host: other.child for host, other in self._others.items()}}
+
+    def close(self) -> None:
+        """Have the other nodes end what they run, and wait until they have."""
+        for other in self._others.values():
+            other.child.tell(b"")
+        deadline = time.monotonic() + self.end_timeout_s
+        for other in self._others.values():
+            other.child.hang_up(deadline - time.monotonic())
 
 
 class RemoteCommand:

@@ -20,8 +20,7 @@ SECOND_MOMENTUM = 0.95
 class NorMuon(Muon):
     """Muon whose update is divided, row by row, by the root of its second moment, at the norm that its matrix had.
 
-    A rank keeps the moments of the rows that begin in its pieces, and learns the others at every step. Source:
-    NorMuon, arXiv:2510.05491.
+    A rank keeps moments of rows that begin in its pieces, and learns the others at each step. Source: arXiv:2510.05491.
     """
 
     def __init__(self, config: OptimizerConfig, held: Held) -> None:
