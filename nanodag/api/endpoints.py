@@ -209,7 +209,7 @@ class Endpoints:
         """Tokens that the answer may have. param: the field that gave the prompt. Raises Refused for a prompt, or a
         wish, that is too long."""
         context, limits = model.context_length, self._limits
-        if not ids or min(ids) < 0 or max(ids if model.is_sglang else words_in(ids), default=0) >= model.vocab_size:
+        if not ids or min(ids) < 0 or max(words_in(ids) if model.reads_images else ids, default=0) >= model.vocab_size:
             raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param=param)
         num_new = 1 if max_tokens is None else max_tokens
         if len(ids) + num_new > context:

@@ -12,6 +12,7 @@ from nanodag.api.served_model import ServedModel, TokenText
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors import BadRequest, ConfigError, SourceError
+from nanodag.host.images import layout_of
 from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_install import Device
@@ -101,6 +102,7 @@ def served_model(
         context_length=context,
         vocab_size=vocab_size,
         is_sglang=args.engine == "sglang",
+        reads_images=args.engine == "embedded" and layout_of(folder) is not None,
         root=folder,
     )
 

@@ -54,7 +54,9 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def bytes_of(self, token: int) -> bytes:
-        """Its bytes; of a special token those of its name."""
+        """Its bytes; of a special token those of its name, of an image none."""
+        if token >= self.encoding.size:
+            return b""
         if token in self.encoding.special_ids:
             return self.encoding.decode([token]).encode()
         return self.encoding.decode_bytes([token])
@@ -109,7 +111,8 @@ class Backend(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """One name of /v1/models. renderer: None for a model without a chat template. context_length: tokens of prompt and
-    answer. is_sglang: true where the engine can hold an answer to a JSON schema. root: where the weights are from.
+    answer. is_sglang: true where the engine can hold an answer to a JSON schema.
+    reads_images: true where ids may spell them. root: where the weights are from.
     lora_path: name of adapters that its requests are answered with, by their digest; empty for none."""
 
     name: str
@@ -119,6 +122,7 @@ class ServedModel:
     context_length: int
     vocab_size: int
     is_sglang: bool = False
+    reads_images: bool = False
     lora_path: str = ""
     root: str | Path = ""
     created: int = field(default_factory=lambda: int(time.time()))

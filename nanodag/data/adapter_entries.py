@@ -54,32 +54,33 @@ def messages(row: Mapping[str, Any], tools: bool = True) -> dict[str, Any]:
     out. Images: in the parts, or in column `images` or `image`. Other keys of a message are left out."""
     declared = row.get("tools") if tools else None
     declared = json.loads(declared) if isinstance(declared, str) else declared
-    made = {"messages": [_message(message) for message in _with_images(row)]}
+    made = {"messages": [_message(message) for message in _with_images(row["messages"], row)]}
     return {**made, "tools": _without_none(declared)} if declared else made
 
 
-def _with_images(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _with_images(turns: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A row's messages. Images are kept by digest: what a part holds, else the next of the row's. Texts are joined."""
-    turns = list(row["messages"])
     parts = [part for turn in turns if isinstance(turn.get("content"), list | tuple) for part in turn["content"]]
-    if not any(isinstance(part, Mapping) and part.get("type") in _IMAGES for part in parts):
-        return [{**turn, "content": _joined(turn["content"])} if "content" in turn else turn for turn in turns]
-    images = list(row.get("images") or [image for image in [row.get("image")] if image is not None])
+    has_places = any(isinstance(part, Mapping) and part.get("type") in _IMAGES for part in parts)
+    images = list(row.get("images") or [image for image in [row.get("image")] if has_places and image is not None])
 
-    def with_digest(part: Mapping[str, Any]) -> dict[str, str]:
-        if part["type"] not in _IMAGES:
-            return {"type": "text", "text": part["text"]}
+    def with_digest(part: Mapping[str, Any]) -> dict[str, Any]:
+        if part.get("type") not in _IMAGES:
+            return {"type": "text", "text": part["text"]} if part.get("type") == "text" else dict(part)
         values = [part[name] for name in _IMAGES if part.get(name) is not None] or images
         if not values:
             raise ValueError("its messages have places for more images than it has")
         return {"type": "image", "image": keep_value(values.pop(0))}
 
-    for number, turn in enumerate(turns):
-        if isinstance(content := turn.get("content"), list | tuple):
-            turns[number] = {**turn, "content": _joined(list(map(with_digest, content)))}
+    made = []
+    for turn in turns:
+        content = turn.get("content")
+        if has_places and isinstance(content, list | tuple):
+            content = list(map(with_digest, content))
+        made.append({**turn, "content": _joined(content)} if "content" in turn else turn)
     if images:
-        raise ValueError(f"{len(images)} of its images have no place: parts of the type image in messages")
-    return turns
+        raise ValueError(f"its images, {len(images)}, have no place: parts of the type image in messages")
+    return made
 
 
 def _joined(content: Any) -> Any:
@@ -132,8 +133,8 @@ def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
 def prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     """Rows that are prompts already, `messages` or a string `prompt`, with answer, and maybe reward and metadata.
     Images as in conversations."""
-    turns = _with_images(row) if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    made = {"messages": list(turns), "answer": str(row["answer"]), "reward": row.get("reward", "exact")}
+    turns = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    made = {"messages": _with_images(turns, row), "answer": str(row["answer"]), "reward": row.get("reward", "exact")}
     if "prompt_id" in row:
         made["prompt_id"] = str(row["prompt_id"])
     return {**made, "metadata": dict(row.get("metadata") or {})}

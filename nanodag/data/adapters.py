@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
-from nanodag.data.records import KINDS, Kind, Wanted, check_record, record_texts
+from nanodag.data.records import KINDS, Kind, Wanted, check_record, record_texts, refuse_images
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
@@ -161,7 +161,9 @@ def _joined(adapt: Adapt) -> Adapt:
 
     @functools.wraps(adapt)  # its options are the same
     def as_document(row: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        return {"text": "\n".join(record_texts(adapt(row, **options)))}
+        record = adapt(row, **options)
+        refuse_images(record["messages"])
+        return {"text": "\n".join(record_texts(record))}
 
     return as_document
 

@@ -75,7 +75,7 @@ class HubSource(Source):
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
         with self._reading() as datasets:
             stream = datasets.load_dataset(**self._named, split=self._path.split, streaming=True)
-            stream = stream.decode(False)  # images as the files that they are
+            stream = stream.decode(False) if stream.features else stream  # images as the files that they are
         if start:
             stream = stream.skip(start)
         for index, row in enumerate(stream, start):

@@ -3,7 +3,7 @@
 document:      {"text": str}
 conversation:  {"messages": [{"role", "content"}, ...]}; roles system, user, assistant, tool. Content is a string, or
                for the assistant a list of parts {"type": "text" | "tool_call" | "tool_result", "text": str}, for a user
-               or tool of {"type": "text", "text"} and {"type": "image", "image": digest}. A message
+               of {"type": "text", "text"} and {"type": "image", "image": digest}. A message
                may have `tool_calls` in OpenAI's form, arguments as objects, and `train: False`, which takes its loss
                away. "tools": functions that are declared, in OpenAI's form; may be missing.
 prompt:        {"prompt_id": str, "messages": [...], "answer": str, "reward": str, "metadata": dict}; for RL.
@@ -81,7 +81,7 @@ def _check_message(message: Any) -> None:
     content = message["content"]
     if isinstance(content, str):
         return
-    if message["role"] == "system" or not isinstance(content, list | tuple):
+    if message["role"] not in ("user", "assistant") or not isinstance(content, list | tuple):
         raise SourceError(f"The content of a {message['role']} message must be a string; found {content!r:.80}.")
     is_spoken = message["role"] == "assistant"
     types = PART_TYPES if is_spoken else ("text", "image")

@@ -26,6 +26,7 @@ from nanodag.host.folders import cache_folder
 
 IMAGE_TOKENS = 1 << 30
 WORDS = 4
+VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
 PLACEHOLDER = "<|image_pad|>"
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")  # the second is transformers 5's
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -64,22 +65,15 @@ def keep_url(url: str, place: str) -> str:
 
 
 def keep_value(value: Any) -> str:
-    """`keep` of an image in a row: bytes, a hub's {bytes, path}, OpenAI's {url} of a data: URL, a file's path; or the
-    digest of one that is kept."""
+    """`keep` of an image in a row: bytes, a hub's {bytes, path}, OpenAI's {url} of a data: URL; or the digest of one
+    that is kept. A path alone is not read: what lies there is in no stage's key."""
     if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("url") or value.get("path")
+        value = value.get("bytes") or value.get("url") or value
     if isinstance(value, bytes):
         return keep(value)
-    if not isinstance(value, str):
-        raise SourceError(f"An image is bytes, {{bytes, path}}, a data: URL or a path; found {value!r:.80}.")
-    if is_digest(value):
-        return value
-    if value.startswith("data:"):
-        return keep_url(value, "A row")
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise SourceError(f"There is no image {path}, which a row names.")
-    return keep(path.read_bytes())
+    if not isinstance(value, str) or not (is_digest(value) or value.startswith("data:")):
+        raise SourceError(f"An image in a row is bytes, {{bytes}} or a data: URL, and no path; found {value!r:.80}.")
+    return value if is_digest(value) else keep_url(value, "A row")
 
 
 def is_digest(text: str) -> bool:
@@ -123,8 +117,8 @@ def content_of(digest: str) -> bytes:
     path = image_folder() / digest
     if not is_digest(digest) or not path.is_file():
         raise SourceError(
-            f"The image {digest[:80]} is not in {image_folder()}. What read it kept it there: copy that folder, or "
-            "remove `held_out` beside it, and build the stages that read it again with `--force`."
+            f"The image {digest[:80]} is not in the folder that NANODAG_IMAGES names, `images` of the store. What read "
+            "it kept it there: copy it, or remove `held_out` beside it, and build what read it with `--force`."
         )
     if _digest_of(content := path.read_bytes()) != digest:
         raise SourceError(f"{path} is not the image {digest}: remove it, and read its data again.")
@@ -229,7 +223,10 @@ class ImageLayout:
 
 @lru_cache(maxsize=8)
 def layout_of(folder: Path) -> ImageLayout | None:
-    """The layout of a model's images, by its processor's file; None for a model that takes none."""
+    """The layout of a model's images, by its processor's file; None for a model that takes none, whatever is there."""
+    path = folder / "config.json"
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("model_type") not in VISION_TYPES:
+        return None
     for name in SETTINGS_FILES:
         if (path := folder / name).is_file():
             settings = json.loads(path.read_text(encoding="utf-8"))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from nanodag.errors import ConfigError
-from nanodag.host.images import IMAGE_TOKENS, digests_in, opened
+from nanodag.host.images import IMAGE_TOKENS, VISION_TYPES, digests_in, opened
 
-VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
 KEPT_IMAGES = 16  # whose pixels are held: the samples of a prompt ask for the same ones
 
 

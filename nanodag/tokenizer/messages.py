@@ -6,13 +6,17 @@ from json import JSONDecoder
 from typing import Any
 
 from nanodag.errors import SourceError
-from nanodag.host.images import is_digest, keep_url
+from nanodag.host.images import WORDS, is_digest, keep_url
+from nanodag.tokenizer import bounds
 
 _KEPT = ("tool_call_id", "reasoning_content", "name")
 
 
 def all_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each as `plain` makes it; an error says which one it is of."""
+    if (bound := bounds.in_force.get()) is not None:  # before one is read, which takes longer than a token
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        bound.check_tokens(WORDS * sum(part.get("type") in ("image", "image_url") for part in parts))
     return [plain(message, place=f"messages.{number}.content") for number, message in enumerate(messages)]
 
 
@@ -95,6 +99,8 @@ def _part(part: Mapping[str, Any], place: str) -> dict[str, str]:
         return {"type": "text", "text": part["text"]}
     if kind == "image" and isinstance(image := part.get("image"), str):
         return {"type": "image", "image": image if is_digest(image) else keep_url(image, place)}
+    if (bound := bounds.in_force.get()) is not None:
+        bound.check_tokens(0)  # that somebody still waits
     url = part.get("image_url")
     if kind == "image_url" and isinstance(url := url.get("url") if isinstance(url, Mapping) else url, str):
         return {"type": "image", "image": keep_url(url, place)}

@@ -43,7 +43,7 @@ def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline,
 
 @pytest.mark.parametrize("url", [
     "python:subprocess:getoutput?cmd=id", "python:os:system?command=id", "python:yaml:unsafe_load",
-    "python:nanodag.data.lists:_share_of", "python:nanodag.worker.launch:run_worker",
+    "python:nanodag.data.lists:is_of_test", "python:nanodag.worker.launch:run_worker",
     "python:nanodag.rewards.function_rewards:GroupReward?path=evil:f",
     "python:nanodag.rewards.text_rewards:exact", "python:nowhere:rows",
 ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,13 @@ from nanodag.host.images import (
     keep_beside,
     keep_url,
     keep_value,
+    layout_of,
     opened,
     picture_url,
     words_in,
 )
 from nanodag.train.packing import conversation_piece
+from tests.model.vision_models import write_processor
 
 LAYOUT = ImageLayout({"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 128 * 128}})
 
@@ -100,11 +103,12 @@ def test_an_image_by_a_url_is_read_from_the_url_alone(url: str) -> None:
 def test_an_image_is_one_image_however_a_row_holds_it(folder: Any) -> None:
     (folder / "a.png").write_bytes(picture())
     url = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
-    forms = [picture(), {"bytes": picture(), "path": None}, {"bytes": None, "path": str(folder / "a.png")}, url]
-    digests = {keep_value(form) for form in [*forms, {"url": url}, keep(picture())]}
-    assert len(digests) == 1
-    with pytest.raises(SourceError, match="no image"):
-        keep_value(str(folder / "missing.png"))
+    forms = [picture(), {"bytes": picture(), "path": None}, url, {"url": url}, keep(picture())]
+    assert len({keep_value(form) for form in forms}) == 1
+    path = str(folder / "a.png")
+    for form in (path, {"bytes": None, "path": path}, {"bytes": None, "path": "hf://datasets/a/b/x.png"}, 7):
+        with pytest.raises(SourceError, match="and no path"):
+            keep_value(form)
 
 
 def conversation_of(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,9 +123,31 @@ def test_images_of_a_row_stand_where_its_messages_have_places_for_them() -> None
     blue, red = keep(picture(colour="blue")), keep(picture())
     image = {"type": "image"}
     assert made[0]["content"] == [image | {"image": red}, {"type": "text", "text": "and"}, image | {"image": blue}]
-    for images, said in (([], "places for more images"), ([picture()] * 2, "1 of its images have no place")):
+    for images, said in (([], "places for more images"), ([picture()] * 2, "its images, 1, have no place")):
         with pytest.raises(SourceError, match=said):
             conversation_of({"messages": turns, "images": images})
+    for adapter, kind, row in (
+        ("messages", "conversation", {"messages": [{"role": "user", "content": "<image>?"}], "images": [picture()]}),
+        ("prompt", "prompt", {"prompt": "?", "answer": "1", "images": [picture()]}),
+    ):
+        with pytest.raises(SourceError, match="its images, 1, have no place"):
+            open_adapter(adapter, "file:x", kind, {})(0, row)
+
+
+def test_parts_of_tools_stay_what_they_are_beside_an_image() -> None:
+    parts = [
+        {"type": "tool_call", "text": "1+1"},
+        {"type": "tool_result", "text": "2"},
+        {"type": "text", "text": "two"},
+    ]
+    asked = [{"type": "image", "image": picture()}, {"type": "text", "text": "1 + 1?"}]
+    made = conversation_of({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": parts}]})
+    assert made[1]["content"] == parts
+
+
+def test_a_document_of_a_conversation_with_an_image_is_refused() -> None:
+    with pytest.raises(SourceError, match="text alone is read"):
+        open_adapter("problem", "file:x", "document", {})(0, count_shapes()[0])
 
 
 def test_counting_problems_show_as_many_squares_as_they_say() -> None:
@@ -190,3 +216,13 @@ def test_what_reads_text_alone_refuses_an_image_and_an_instruction_is_put_around
 def test_parts_of_text_alone_are_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert conversation_of({"messages": [{"role": "user", "content": parts}], "image": "unread"})[0]["content"] == "ab"
+
+
+def test_a_processor_beside_a_model_of_text_makes_no_layout(folder: Any) -> None:
+    write_processor(folder)
+    for kind, reads in (("qwen2", False), ("qwen2_5_vl", True)):
+        place = folder / kind
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps({"model_type": kind}))
+        (place / "preprocessor_config.json").write_bytes((folder / "preprocessor_config.json").read_bytes())
+        assert (layout_of(place) is not None) == reads

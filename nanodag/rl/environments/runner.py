@@ -18,6 +18,7 @@ from nanodag.api.tool_format import knows_calls
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_parts import MAX_CALLS
+from nanodag.data.records import refuse_images
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.host.threads import LoopThread, MadeOnce, all_of
 from nanodag.inference.protocol import Completion, Request, SamplingParams
@@ -65,6 +66,7 @@ class Turns:
     async def group(self, prompt: Prompt, params: SamplingParams, ask: Ask, rid: str) -> list[Rollout]:
         """The rollouts that `params.n` calls gave, in their order; for a call that failed one without a response, whose
         metadata say why. Raises SamplerError when the sampler is to blame."""
+        refuse_images(prompt.record["messages"])
         single, seed = params.model_copy(update={"n": 1}), params.sampling_seed
         if seed is None:  # greedy: a function may still draw numbers of its own
             seed = derived_seed("greedy", prompt.group_id)

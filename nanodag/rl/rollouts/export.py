@@ -163,7 +163,7 @@ def _reads(shelf: Shelf, wanted: Wanted, step: int | None) -> Iterator[tuple[int
     """Rollouts with the step of each. Raises ArtifactNotFound for a step that there is not."""
     for number in shelf.steps_with_rollouts() if step is None else (step,):
         for read in shelf.read(number):
-            if wanted.is_met_by(read):
+            if wanted.is_met_by(read) and "replayed" not in read.rollout.metadata:  # by an earlier nanodag
                 yield number, read
 
 

@@ -111,8 +111,10 @@ def groups_in(found: Iterable[Saved], kept: Callable[[Saved], T]) -> list[list[T
 
 
 def places_of_groups(path: Path) -> list[list[int]]:
-    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory."""
-    return groups_in(read_saved(path), attrgetter("begin"))
+    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory. Rollouts
+    that an earlier nanodag trained again count where they were trained first."""
+    fresh = (saved for saved in read_saved(path) if "replayed" not in saved.rollout.metadata)
+    return groups_in(fresh, attrgetter("begin"))
 
 
 def group_at(path: Path, begins: Sequence[int]) -> list[Saved]:
