@@ -58,7 +58,7 @@ def test_foreign_columns_are_read_without_code(adapter, row, columns):
 @pytest.mark.parametrize(("columns", "said"), [
     ({"question": "problem"}, r"no column 'problem'\. The row's columns are answer, question"),
     ({"question": "answer.inner"}, r"no column 'answer\.inner'"),
-    ({"solution": "answer"}, "`columns` names 'solution', which it does not read; it reads answer, question"),
+    ({"solution": "answer"}, "`columns` names 'solution', which it does not read; it reads answer, images, question"),
 ])  # fmt: skip
 def test_a_column_that_is_not_there_or_not_read_is_named(columns, said):
     with pytest.raises(SourceError, match=said):

@@ -283,16 +283,16 @@ def test_a_manifest_of_a_newer_format_is_neither_read_nor_built_over(store, prod
 
 
 def test_a_product_that_changes_while_it_is_published_is_not(store, product, good, monkeypatch):
-    import nanodag.store.backends as backend
+    import nanodag.store.atomic as atomic
 
-    copy = backend.copy_hashed
+    copy = atomic.copy_hashed
 
     def meddled(source, target):
         if source.name == "weights":
             source.write_bytes(b"meddled!")
         return copy(source, target)
 
-    monkeypatch.setattr(backend, "copy_hashed", meddled)
+    monkeypatch.setattr(atomic, "copy_hashed", meddled)
     with pytest.raises(StoreError, match="changed while it was published"):
         publish(store, product)
     assert is_whole(store, good)

@@ -76,7 +76,7 @@ def test_sources_of_several_inputs_become_their_files_in_the_worker_with_their_s
         ({"best": {**SELECT, "inputs": {"model": "base", "conversations_2": "best"}}}, "no input 'conversations_2'"),
         ({"sft": {**SFT, "inputs": {"model": "base", "conversations_2": "base"}}}, "is not a conversations"),
         ({"best": {**SELECT, "rollout": {"generate": "calculator"}}}, "rollout.generate"),
-        ({"best": {**SELECT, "rollout": {"over_sampling": 8}}}, "over_sampling 8 is below the 32 new groups"),
+        ({"best": {**SELECT, "rollout": {"over_sampling": 8}}}, "over_sampling 8 is below prompts_per_step 32"),
         ({"best": {**SELECT, "reward": {"f1": 0}}}, "weights of 0 alone"),
     ],
 )  # fmt: skip

@@ -162,12 +162,12 @@ def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
     buckets.begin(NOW, fingerprint=False)
     for which in (NOW, KEPT):
         brought = Fingerprints("checkpoint")
-        for number in range(len(buckets)):
+        for number in range(len(buckets._buckets)):
             if (flat := buckets._bucket(number, which)) is not None:
                 for name, tensor in buckets._named(buckets._buckets[number], flat):
                     brought.add(name, tensor)
         found[which] = brought.all()
-    for number in range(len(buckets)):  # to a sampler on the GPU of each rank
+    for number in range(len(buckets._buckets)):  # to a sampler on the GPU of each rank
         reply = buckets.share(number, counts=[1] * torch.distributed.get_world_size(), fingerprint=True)
         assert len(reply["handles"]) == 1
     found["handles"] = reply["fingerprints"]
