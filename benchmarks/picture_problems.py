@@ -63,7 +63,7 @@ def pipeline(folder: Path, model: Path) -> dict[str, Any]:
         "rl": {
             "kind": "rl", "inputs": {"model": "sft"}, "data": data(20000, 2), "num_steps": 60,
             "rollout": {"prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4},
-            "sampler": {"context": 64}, "optimizer": {"learning_rate": 1e-4},
+            "sampler": {"context": 64}, "optimizer": {"learning_rate": 1e-4}, "log_responses": 4,
             "evaluation": {"eval_every": 20, "eval_prompts": 200, "validation": data(200, 3)},
         },
         "report": {"kind": "report", "inputs": ["sft", "rl"]},
