@@ -409,7 +409,7 @@ def test_a_prompts_pictures_are_shown_from_beside_the_rollouts(shelf, get, tmp_p
     spans = (prompt_span([A, *ids, B]), said("c"))
     asked(shelf, dropped=[replace(rollout("seen", 0, 1.0, []), spans=spans)])
     append_ledger(shelf.records, "seen", "dropped", "zero_spread")
-    assert f'src="" alt="image {digest[:8]} of the prompt"' in get("?prompt=seen").text
+    assert f"image {digest[:8]} is not here" in get("?prompt=seen").text
     keep_beside(shelf.records / "images", ids)
     page = get("?prompt=seen").text
     assert re.search(rf'<img class="picture" src="data:image/png;base64,[\w+/=]+" alt="image {digest[:8]}', page)
