@@ -111,9 +111,9 @@ class Backend(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """One name of /v1/models. renderer: None for a model without a chat template. context_length: tokens of prompt and
-    answer. is_sglang: true where the engine can hold an answer to a JSON schema.
-    reads_images: true where ids may spell them. root: where the weights are from.
-    lora_path: name of adapters that its requests are answered with, by their digest; empty for none."""
+    answer. is_sglang: true where the engine can hold an answer to a JSON schema. reads_images: true where token
+    ids may spell images. root: where the weights are from. lora_path: name of adapters that its requests are answered
+    with, by their digest; empty for none."""
 
     name: str
     tokens: TokenText

@@ -96,8 +96,8 @@ def open_identity(url: SourceURL) -> GeneratedSource:
 def open_python(url: SourceURL) -> GeneratedSource:
     """The source of a `python:` URL: what the function returns, a sequence or an iterable of dicts.
 
-    The module is found, not imported, until rows are read. The hash in the identity is that of its file alone,
-    of nanodag's own beside that of what they share.
+    The module is found, not imported, until rows are read. The hash in the identity is that of its file alone;
+    for a generator of nanodag also that of lists.py, whose rows and split these share.
     """
     module, _, function = url.path.partition(":")
     code = required_file(module, f"Source {url.text!r}")

@@ -309,8 +309,8 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
         """Raise BadRequest for what is outside of vocab_size or context_length."""
         if self._limits is not None:
             vocab_size, context_length = self._limits
-            sizes = {"vocab_size": vocab_size, "context_length": context_length}
-            check_request(request, **sizes, takes_images=self._is_embedded)
+            images = self._is_embedded
+            check_request(request, vocab_size=vocab_size, context_length=context_length, takes_images=images)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         with self._reached(path):

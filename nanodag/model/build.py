@@ -56,10 +56,13 @@ def initialise(model: Decoder, seed: int) -> None:
             parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[1]), generator=generator)
 
 
+_QWEN3 = table_beside(__file__, "qwen3.yaml")
+
+
 def qwen3_config(of: Architecture) -> dict[str, object]:
     """The config.json of a Qwen3-type model, but for the dtype and the tokenizer's ids."""
     return {
-        **table_beside(__file__, "qwen3.yaml"),
+        **_QWEN3,
         "attention_bias": of.output_bias,
         "head_dim": of.head_dim,
         "hidden_size": of.hidden_size,

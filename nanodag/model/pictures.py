@@ -72,11 +72,6 @@ class Pictures:
         pixels = weight.new_zeros(side * side, width)
         return {"pixel_values": pixels, "image_grid_thw": grid, "position_ids": positions}
 
-    def shift_of(self, ids: Tensor) -> int:
-        """How many positions more a text (1, T) takes than tokens: fewer than none behind images."""
-        positions = self.inputs_of(ids).get("position_ids")
-        return 0 if positions is None else int(positions.max()) + 1 - ids.shape[1]
-
 
 def _image_mask(input_ids: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
     """True where an image stands (R, T, 1), and where a video does: nowhere."""

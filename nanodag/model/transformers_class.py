@@ -59,8 +59,8 @@ class LoadedClass:
 
     def hidden_of(self, **inputs: Any) -> Tensor:
         """(R, T) int64 `input_ids` -> (R, T, W), each row a text from its begin, scaled for the head. Ids may spell
-        images of a model that reads them."""
-        if self.pictures is not None:
+        images of a model that reads them; who has looked these up gives what `Pictures.inputs_of` said."""
+        if self.pictures is not None and "pixel_values" not in inputs:
             inputs |= self.pictures.inputs_of(inputs["input_ids"])
         hidden: Tensor = self.body(**inputs)[0].to(self.head.dtype)  # Mamba 2 adds up in float32
         return hidden if self.scale == 1.0 else hidden * self.scale
@@ -101,13 +101,19 @@ def _config_of(folder: Path) -> Any:
     return config
 
 
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that chooses a model's: of those that read images here, or of causal models."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
 def check_known(folder: Path) -> None:
     """Raise ConfigError where transformers has no class of causal models for a folder's config.json."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, __version__
+    from transformers import __version__
 
     config = _config_of(folder)
-    mapping = (AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM)._model_mapping
-    if type(config) not in mapping:
+    if type(config) not in _auto_class(config)._model_mapping:
         raise ConfigError(
             f"model_code: transformers, and transformers {__version__} has no causal model of type "
             f"{config.model_type}, as config.json in {folder} says."
@@ -121,7 +127,7 @@ def load_class(folder: Path) -> LoadedClass:
     Raises ConfigError where transformers does not know the type, a tensor is missing, or logits are made in a way that
     is not known here.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+    from transformers import PretrainedConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -131,8 +137,7 @@ def load_class(folder: Path) -> LoadedClass:
         for part in parts:
             for name in [name for name, value in vars(part).items() if "drop" in name and isinstance(value, float)]:
                 setattr(part, name, 0.0)
-        of_kind = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-        whole, report = of_kind.from_pretrained(
+        whole, report = _auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,

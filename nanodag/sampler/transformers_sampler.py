@@ -77,7 +77,8 @@ def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> 
 @dataclass(eq=False)
 class Batch:
     """Samples that are decoded together: their slots, row by row, and the cache. lengths: (R,) tokens in it of each,
-    the last of its `columns`. shifts: (R,) by how much the position of each is more."""
+    the last of its `columns`. shifts: (R,) what is added to a length for the position:
+    below 0 behind images, which take fewer positions than tokens."""
 
     slots: list[int]
     cache: Any
@@ -157,12 +158,14 @@ class TransformersSampler:
         self.retain({slot for batch in self._batches for slot in batch.slots}.difference(*slots))
         for prompt, targets in zip(prompts, slots, strict=True):
             cache = self._empty_cache()
-            hidden = self._run(torch.from_numpy(prompt)[None], cache)[0, -1]
+            ids = torch.from_numpy(prompt)[None]
+            seen = {} if self.pictures is None else self.pictures.inputs_of(ids)
+            hidden = self._run(ids, cache, **seen)[0, -1]
             self._hidden |= dict.fromkeys(targets, hidden)
             routes = self._chosen()
             self._routes |= {slot: list(routes) for slot in targets}
-            length, pictures = np.array([len(prompt)]), self.pictures
-            shift = np.array([0 if pictures is None else pictures.shift_of(torch.from_numpy(prompt)[None])])
+            length = np.array([len(prompt)])
+            shift = np.array([int(seen["position_ids"].max()) + 1 - len(prompt) if seen else 0])
             if self.deterministic:
                 self._batches += [Batch([slot], deepcopy(cache), length, shift, len(prompt)) for slot in targets]
                 continue

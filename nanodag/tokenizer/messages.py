@@ -15,7 +15,9 @@ _KEPT = ("tool_call_id", "reasoning_content", "name")
 def all_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each as `plain` makes it; an error says which one it is of."""
     if (bound := bounds.in_force.get()) is not None:  # before one is read, which takes longer than a token
-        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+        ]
         bound.check_tokens(WORDS * sum(part.get("type") in ("image", "image_url") for part in parts))
     return [plain(message, place=f"messages.{number}.content") for number, message in enumerate(messages)]
 

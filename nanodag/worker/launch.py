@@ -34,6 +34,7 @@ BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was 
 POLL_S = 0.2
 NICENESS = 10  # of a stage that runs beside another
 SHORTEST_END_S = 10.0  # of a watchdog, however short a stage's own time is
+_FOR_ALL: dict[str, str] = table_beside(__file__, "environment.yaml")  # variables of every worker
 ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
 
 
@@ -75,7 +76,7 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
     gpus: those it may use, as CUDA_VISIBLE_DEVICES names them; empty for all.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_AUTH_STRING"}
-    environment |= table_beside(__file__, "environment.yaml")
+    environment |= _FOR_ALL
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     environment["DS_ACCELERATOR"] = "cuda" if device == "cuda" else "cpu"
     if device == "cpu":

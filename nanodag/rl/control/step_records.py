@@ -69,8 +69,8 @@ class Records:
         return str(path)
 
     def _save(self, path: Path, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
-            keep_beside(self._images, rollout.prompt_token_ids)
+        for prompt in {rollout.prompt_token_ids for rollout in rollouts}:
+            keep_beside(self._images, prompt)
         write_rollouts(path, rollouts)
 
     def responses(self, step: int, rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]) -> None:
