@@ -127,12 +127,13 @@ def sweep(
     """
     from nanodag.cli.live_table import make_console
     from nanodag.cli.run import serve, settings, start_and_watch
+    from nanodag.config.resolve import portable
     from nanodag.run.preflight import check_before_start
     from nanodag.run.record import pipeline_file, unfinished
     from nanodag.sweep.sweep_run import PAGE_STAGE, make_sweep
 
     console, changes = make_console(), overrides or []
-    grid, points = grid or [], [text.split() for text in point or []]
+    grid, points = portable(grid or []), [portable(text.split()) for text in point or []]
     made = make_sweep(pipeline_file(file), preset, changes, grid, points, stage, predict=predict)
     if halving:
         from nanodag.sweep.halving import check_halving
@@ -195,9 +196,7 @@ def scale(
     from nanodag.sweep.scaling import numbers_of, scaling_points
 
     points = scaling_points(pipeline_file(file), preset, overrides or [], stage, depths, tokens, target_flops)
-    trained = numbers_of("--depths", depths)
-    if (predict := predict or int(max(trained, default=0)) + 1) in trained:
-        raise typer.BadParameter(f"depth {predict} is one of those that are trained, {depths}", param_hint="--predict")
+    predict = predict or int(max(numbers_of("--depths", depths), default=0)) + 1
     sweep(overrides, [], points, stage, predict, at_once, preset, file, name, detach, dry_run)
 
 

@@ -253,7 +253,7 @@ class Pipeline(Section):
     mirror: str = "none"
     """A folder read from instead of hub and web: `<hub name>/<config>/<split>.parquet`, `<host>/<path>.zip`; `none`: no
     mirror. A relative path begins at the pipeline file's folder, in an override at the working directory."""
-    core_bundle: str = "none"
+    core_bundle: Annotated[str, Field(min_length=1)] = "none"
     """CORE's items: the files of its 22 tasks, such as hellaswag.jsonl, at any depth (nanochat's eval_bundle). An
     archive's URL, `https://host/path.zip`, or a folder. `none`: CORE is left out of every stage, and a warning says so.
     A relative path begins at the pipeline file's folder, in an override at the working directory."""

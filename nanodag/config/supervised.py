@@ -273,7 +273,7 @@ class SupervisedStage(TrainedStage):
     optimizer_name = from_setting("optimizer.name")
     lora_rank = from_setting("optimizer.lora_rank")
     lora_base = from_setting("optimizer.lora_base")
-    measures_held_out = answer(lambda stage: stage.validation_tokens > 0)
+    measures_held_out = answer(lambda s: s.validation_tokens > 0 and any(source.held_out for source in s.data))
 
     def external_inputs(self) -> Iterator[ExternalInput]:
         """CORE's bundle, where it is scored on it."""
@@ -304,7 +304,7 @@ class SupervisedStage(TrainedStage):
         name, traits = derived.name, self.optimizer.traits
         fill, rates = derived.filler(self), derived.filler(self.optimizer, "optimizer")
         bundle = fill("core_bundle", derived.pipeline.core_bundle, "the pipeline's core_bundle")
-        if self.core_bundle == "auto" and bundle == "none" and self.core_every:
+        if bundle == "none" and self.core_every:
             fill.updates["core_every"] = 0
             derived.origins[f"{name}.core_every"] = derive.CORE_LEFT_OUT
         source, model = pretrain_of(derived.pipeline, name), model_of(derived.pipeline, name)
@@ -319,7 +319,7 @@ class SupervisedStage(TrainedStage):
                 fill(field, getattr(schedule, field), why)
                 if field in fixed_sizes:
                     derived.origins[f"{name}.{field}!"] = f"the dial says {getattr(dial, field):,}"
-            # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
+            # One learning rate for all weights is 7 to 35 times lower than what embeddings alone take beside Muon.
             of_all = round(schedule.matrix_lr / traits.dial_divisor, 6)
             rates("learning_rate", of_all if traits.takes_all else schedule.embedding_lr, why)
             rates("matrix_lr", schedule.matrix_lr / (1 if traits.takes_all else traits.dial_divisor), why)

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from nanodag.config import AnyStage
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors import ConfigError, MissingTool, StageStopped
 from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.run.build_stage import key_of
@@ -42,7 +43,7 @@ def check_halving(sweep: Sweep, keep: int) -> None:
 
 def metrics_of(stage: AnyStage) -> list[str]:
     """Metrics by which a point is judged, the most telling first: of held-out rows, else of the first benchmark."""
-    if stage.measures_held_out:
+    if stage.measures_held_out or HELD_OUT in getattr(stage, "evaluated", ()):
         return [name for name in TELLING if name != "reward"]
     benchmarks = getattr(getattr(stage, "evaluation", stage), "benchmarks", ())
     return [f"benchmark_{benchmark.name}" for benchmark in benchmarks[:1]]

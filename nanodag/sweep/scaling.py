@@ -42,11 +42,12 @@ def size_of(pipeline: Pipeline, name: str) -> tuple[int, int]:
     stage = cast("PretrainStage", pipeline.stages.get(name))
     if stage is None or not stage.is_from_scratch or not stage.measures_held_out:
         raise ConfigError(
-            f"Stage {name!r} of preset {pipeline.preset} does not train a model from random weights with "
-            "validation_tokens above 0; name a stage that does: --stage."
+            f"Stage {name!r} of preset {pipeline.preset} does not train a model from random weights with a source that "
+            "has held_out, and validation_tokens above 0; name a stage that does: --stage."
         )
     model = cast("ModelSize", model_of(pipeline, name))
-    return model.parameters["matrices"] + model.vocabulary * model.shape.width, int(stage.horizon_tokens)
+    tokens = min(int(stage.horizon_tokens), stage.max_steps * int(stage.batch_tokens) or int(stage.horizon_tokens))
+    return model.parameters["matrices"] + model.vocabulary * model.shape.width, tokens
 
 
 def scaling_points(

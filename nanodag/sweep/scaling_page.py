@@ -20,7 +20,7 @@ from nanodag.sweep.sweep_run import Sweep
 TITLE, LOSS = "Scaling law", "validation_bits_per_byte"
 LEAST_CORE = 4  # points: a line, and what lies about it
 NOTHING = 1e-6  # an E that the fit pushed to its bound
-FAR = 4.0  # times the largest model that ran
+FAR = 4.0  # times the largest model or horizon that ran, or less than the shortest by as much
 
 
 def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[PageSection, dict[str, Any]]:
@@ -39,14 +39,16 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     predicted = {"depth": depth, "parameters": parameters, "tokens": tokens, "loss": loss, "core": core}
     ratios = [point["tokens"] / point["parameters"] for point in points]
     weak = [name for name, (value, low, high) in law.numbers.items() if high - low > value or value < NOTHING]
-    times = parameters / max(point["parameters"] for point in points)
+    sizes = {"parameters": parameters, "tokens": tokens}
+    times = {name: size / max(point[name] for point in points) for name, size in sizes.items()}
     cautions = []  # sentences on what the points leave open
     if weak:
         cautions.append(
             f"Weakly determined by {len(points)} points, an interval wider than itself or nothing left: {listed(weak)}."
         )
-    if times > FAR:
-        cautions.append(f"That depth has {times:.3g} times the parameters of the largest point: far for a law.")
+    if max(*times.values(), min(point["tokens"] for point in points) / tokens) > FAR:
+        far = listed(f"{times[name]:.3g} times the most {name}" for name in times)
+        cautions.append(f"It has {far} of a point: far for a law.")
     lines = [
         f"Depth {depth}, {words.count(parameters)} parameters, {words.count(tokens)} tokens: {_said(loss)} bits a byte"
         + (f", CORE {_said(core)}." if core else "."),

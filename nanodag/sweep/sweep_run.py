@@ -27,7 +27,7 @@ from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 
 MAX_POINTS = 1000
 # What belongs to the sweep as a whole: its points share a store, a server and where data come from.
-SETTINGS = ("preset", "description", "mirror", "store", "server", "nightly", "unchecked")
+SETTINGS = frozenset(Pipeline.model_fields) - {"stages", "seed", "device", "core_bundle"} | {"preset", "unchecked"}
 PAGE_STAGE = "comparison"
 
 
@@ -115,7 +115,9 @@ def make_sweep(
         from nanodag.sweep.scaling import check_sizes, size_of  # with scipy, which other sweeps do without
 
         predicted = resolve(file, preset, [*overrides, f"{stage}.shape.depth={predict}"], machine=machine).pipeline
-        check_sizes([size_of(pipeline, stage) for pipeline in pipelines])
+        check_sizes(sizes := [size_of(pipeline, stage) for pipeline in pipelines])
+        if size_of(predicted, stage)[0] in dict(sizes):
+            raise ConfigError(f"--predict {predict}: a point trains that depth; name another one.")
     stages, points = _joined(pipelines, points, stage)
     made = base.model_copy(
         update={"stages": stages, "description": f"Sweep over {stage}, {counted(len(points), 'point')}"}
@@ -148,24 +150,27 @@ def _joined(
             names[name] = f"{name}{number}"
             config = pipeline.stages[name]
             inputs = {label: names[source] for label, source in config.inputs.items()}
-            stages.setdefault(names[name], config.model_copy(update={"inputs": inputs}))
+            made = config.model_copy(update={"inputs": inputs})
+            if stages.setdefault(names[name], made) != made:
+                raise ConfigError(
+                    f"Point {point.number}'s {name} and another stage are both {names[name]}: rename one."
+                )
         placed.append(point.changed(stages=names))
     return stages, placed
 
 
 def _needed(pipeline: Pipeline, stage: str) -> list[str]:
-    """Stages that a stage needs, inputs first, the stage itself, and its evals."""
+    """Stages that a stage and its evals need, inputs first, the stage itself, and its evals."""
     order = order_of(pipeline)
-    stages = {stage}
+    stages = {
+        name
+        for name, config in pipeline.stages.items()
+        if name == stage or (find_kind(config.kind).makes == SCORES and config.inputs.get("model") == stage)
+    }
     for name in reversed(order):
         if name in stages:
             stages |= set(pipeline.stages[name].inputs.values())
-    evals = [
-        name
-        for name, config in pipeline.stages.items()
-        if find_kind(config.kind).makes == SCORES and config.inputs.get("model") == stage
-    ]
-    return [name for name in order if name in stages or name in evals]
+    return [name for name in order if name in stages]
 
 
 def _axis(text: str) -> list[str]:
@@ -272,7 +277,7 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path
 
     results: stage of the sweep's pipeline -> its result; what failed is not in it.
     """
-    config: dict[str, Any] = {"stage": sweep.stage}
+    config: dict[str, Any] = {"stage": sweep.stage, "run": run.name}
     config["points"] = [[list(p.overrides), dict(p.stages)] for p in sweep.points]
     if sweep.predicted is not None:
         config["predicted"] = sweep.predicted.stages[sweep.stage].model_dump(mode="json")

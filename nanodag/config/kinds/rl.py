@@ -99,7 +99,7 @@ class RLStage(SampledStage, TrainedStage):
         return self.algorithm.load(entry)
 
     lora_rank = from_setting("optimizer.lora_rank")
-    measures_held_out = answer(lambda stage: stage.evaluation.eval_prompts > 0 and not stage.evaluation.validation)
+    measures_held_out = answer(lambda s: sections.HELD_OUT in s.evaluated and not s.evaluation.validation)
     own_gpus = answer(lambda stage: len(stage.sampler.gpus) if isinstance(stage.sampler.gpus, tuple) else 0)
 
     def num_gpus(self, available: int) -> int:
