@@ -39,16 +39,16 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     predicted = {"depth": depth, "parameters": parameters, "tokens": tokens, "loss": loss, "core": core}
     ratios = [point["tokens"] / point["parameters"] for point in points]
     weak = [name for name, (value, low, high) in law.numbers.items() if high - low > value or value < NOTHING]
-    sizes = {"parameters": parameters, "tokens": tokens}
-    times = {name: size / max(point[name] for point in points) for name, size in sizes.items()}
+    sizes = zip(("parameters", "tokens"), (parameters, tokens), strict=True)
+    larger, longer = (size / max(point[name] for point in points) for name, size in sizes)
     cautions = []  # sentences on what the points leave open
     if weak:
         cautions.append(
             f"Weakly determined by {len(points)} points, an interval wider than itself or nothing left: {listed(weak)}."
         )
-    if max(*times.values(), min(point["tokens"] for point in points) / tokens) > FAR:
-        far = listed(f"{times[name]:.3g} times the most {name}" for name in times)
-        cautions.append(f"It has {far} of a point: far for a law.")
+    if max(larger, longer, min(point["tokens"] for point in points) / tokens) > FAR:
+        times = f"{larger:.3g} times the parameters and {longer:.3g} times the tokens"
+        cautions.append(f"It has {times} of the largest point: far for a law.")
     lines = [
         f"Depth {depth}, {words.count(parameters)} parameters, {words.count(tokens)} tokens: {_said(loss)} bits a byte"
         + (f", CORE {_said(core)}." if core else "."),

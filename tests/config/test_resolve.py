@@ -190,6 +190,8 @@ def test_without_a_bundle_core_is_left_out_of_every_stage_and_a_warning_says_so(
     assert said.startswith("CORE is left out of base, eval: core_bundle is none. Set core_bundle, or NANODAG_CORE_")
     assert said.endswith(f", to {BUNDLE} or a folder with its files")
     assert resolved.origins["base.core_every"] == "derived: core_bundle is none"
+    _, stages = with_core(core_file, "core_bundle=/a/bundle", "base.core_bundle=none")
+    assert stages["base"].core_every == 0, "left out of that stage alone"
     with pytest.raises(ConfigError, match=r"eval.benchmarks: CORE alone, and core_bundle is none"):
         with_core(core_file, "eval.benchmarks=[{name: core}]")
 

@@ -5,8 +5,9 @@ import yaml
 
 import nanodag.cli.run  # noqa: F401 - before a test patches what it imports
 from nanodag.cli.composed import sweep as start_sweep
-from nanodag.config import order_of
+from nanodag.config import order_of, resolve
 from nanodag.errors import ConfigError
+from nanodag.sweep.halving import metrics_of
 from nanodag.sweep.sweep_run import in_waves, make_sweep, points_of, values_of
 from tests.fake_stages import STAGES
 
@@ -95,3 +96,49 @@ def test_a_short_and_a_full_name_of_one_option_set_it_twice(file):
         with pytest.raises(ConfigError, match="Point 1 sets an option twice"):
             make_sweep(file, "tiny", [], *twice, "")
     assert len(make_sweep(file, "tiny", [], grid[:1], [["rl.optimizer.warmup_steps=2"]], "").points) == 2
+
+
+def test_an_eval_of_the_compared_stage_brings_its_own_inputs_and_no_variant_takes_another_stages_name(file):
+    document = yaml.safe_load(file.read_text())
+    stages = document["presets"]["tiny"]["stages"]
+    stages["eval_sft"]["inputs"] = {"model": "sft", "baseline": "eval_base"}
+    stages["eval_sft"]["benchmarks"] = [{"name": "x", "source": "file:text.txt", "judge": "/judge"}]
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    sweep = make_sweep(file, "tiny", [], ["sft.seed=[1,2]"], [], "")
+    assert sweep.pipeline.stages["eval_sft-2"].inputs == {"model": "sft-2", "baseline": "eval_base"}
+    stages["eval_sft"] = STAGES["eval_sft"]
+    stages["sft-1"] = {**STAGES["sft"], "seed": 7}
+    rl = {"kind": "rl", "inputs": {"model": "sft", "reference": "sft-1"}, "data": STAGES["sft"]["data"]}
+    stages["rl"] = {**rl, "algorithm": {"kl_coefficient": 0.1, "reference": {"model": "input"}}}
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    with pytest.raises(ConfigError, match="another stage are both sft-1"):
+        make_sweep(file, "tiny", [], ["sft.seed=[1,2]"], [], "rl")
+
+
+def test_a_point_may_not_set_what_the_sweep_would_ignore(file):
+    for setting in ("tracking.mode=offline", "notify.url=https://host", "plan.answer_share=0.5"):
+        with pytest.raises(ConfigError, match="belongs to the sweep as a whole"):
+            make_sweep(file, "tiny", [], [], [["sft.seed=1", setting], ["sft.seed=2"]], "")
+
+
+def test_halving_judges_rl_by_its_own_validation_and_a_stage_without_held_out_rows_by_its_benchmark(file):
+    document = yaml.safe_load(file.read_text())
+    stages = document["presets"]["tiny"]["stages"]
+    source = STAGES["sft"]["data"]
+    stages["rl"] = {"kind": "rl", "inputs": {"model": "sft"}, "data": source, "evaluation": {"validation": source}}
+    stages["sft"]["benchmarks"] = [{"name": "x", "source": "file:text.txt"}]
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    resolved = resolve(file, "tiny", []).pipeline.stages
+    assert metrics_of(resolved["rl"])[0] == "eval_reward"
+    assert metrics_of(resolved["sft"]) == ["benchmark_x"], "nothing is held out of its data"
+
+
+def test_relative_files_of_points_and_grid_are_those_of_the_callers_folder(file, tmp_path, monkeypatch):
+    def stop(path, preset, overrides, grid, listed, stage, **about):
+        raise ConfigError(" ".join([*grid, *listed[0]]))
+
+    monkeypatch.setattr("nanodag.sweep.sweep_run.make_sweep", stop)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:  # the flow's process has another working directory
+        start_sweep(grid=["sft.data=[[file:a.txt]]"], point=["pretrain.data=[file:b.txt]"], file=str(file))
+    assert str(refused.value).count(f"file:{tmp_path}/") == 2

@@ -25,7 +25,8 @@ SWEEP = {"points": [], "stage": "", "preset": "tiny", "overrides": [], "file": "
 @pytest.fixture
 def project(tmp_path, monkeypatch, no_settings):
     (tmp_path / "text.txt").write_text("hello\n" * 100)
-    presets = {"tiny": {"stages": STAGES}}
+    held_out = {**STAGES["pretrain"], "data": [{"url": "file:text.txt", "held_out": 0.1}]}
+    presets = {"tiny": {"stages": {**STAGES, "pretrain": held_out}}}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": presets}, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
@@ -139,9 +140,16 @@ def test_a_scaling_law_is_on_the_page_with_its_prediction_and_the_runs_it_comes_
     assert law["predicted"]["core"][0] == pytest.approx(0.5 - value / 10, abs=1e-4)
     assert law["predicted"]["depth"] == 4 and (tokens, law["run"], law["is_fitted"]) == (64, "s", True)
     assert law["points"][8]["key"] == results["pretrain-9"].key and law["points"][8]["tokens"] == 16000
-    assert "That depth has" not in law["lines"][-1] and "parameters, 64 tokens: " in law["lines"][0]
+    assert "parameters, 64 tokens: " in law["lines"][0]
+    assert "and 0.004 times the tokens of the largest point: far for a law." in law["lines"][-1], (
+        "a 62nd of the shortest"
+    )
     assert "The dial would take 0.1323 (" in page.with_suffix(".md").read_text()
     assert "Held out (bits a byte)" in page.read_text()
+    near = {**arguments, "overrides": ["pretrain.horizon_tokens=12000"]}
+    sweep, run = begin_sweep("s", predict=4, **near)
+    page = conclude(sweep, run, results)
+    assert "far for a law" not in json.loads((page.parent / "scaling.json").read_text())["lines"][-1]
     sweep, run = begin_sweep("s", predict=4, **arguments)
     lost = {stage: result for stage, result in results.items() if stage != "pretrain-9"}
     page = conclude(sweep, run, lost)

@@ -24,7 +24,9 @@ POINTS = [(n, d) for n in SIZES for d in HORIZONS]
 @pytest.fixture
 def project(tmp_path, no_settings):
     path = tmp_path / "pipeline.yaml"
-    path.write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES}}}, sort_keys=False))
+    held_out = {**STAGES["pretrain"], "data": [{"url": "file:text.txt", "held_out": 0.1}]}
+    preset = {"stages": {**STAGES, "pretrain": held_out}}
+    path.write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}, sort_keys=False))
     return path
 
 
@@ -81,9 +83,14 @@ def test_points_spend_their_budgets_or_have_cuts_of_the_presets_horizon(project)
     assert by_flops[1] == "pretrain.shape.depth=2 pretrain.horizon_tokens=100000000"
     cut = scaling_points(project, "tiny", ["pretrain.horizon_tokens=4000"], "pretrain", "1,2", "", "")
     assert [setting.partition("tokens=")[2] for setting in cut] == ["1000", "2000", "4000"] * 2
-    for stage, overrides in (("sft", []), ("pretrane", []), ("pretrain", ["pretrain.validation_tokens=0"])):
+    nothing_held_out = (["pretrain.validation_tokens=0"], ["pretrain.data=[file:text.txt]"])
+    for stage, overrides in (("sft", []), ("pretrane", []), *(("pretrain", given) for given in nothing_held_out)):
         with pytest.raises(ConfigError, match=f"Stage '{stage}' of preset tiny does not train a model from random"):
             size_of(resolve(project, "tiny", overrides).pipeline, stage)
+    ended = ["pretrain.horizon_tokens=4000", "pretrain.max_steps=3", "pretrain.batch_tokens=64"]
+    assert size_of(resolve(project, "tiny", ended).pipeline, "pretrain")[1] == 3 * 64, (
+        "what is trained, not what was to be"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +102,7 @@ def test_points_spend_their_budgets_or_have_cuts_of_the_presets_horizon(project)
         ({"depths": "1,2,2.5"}, "depth"),
         ({"depths": ""}, "A sweep needs a grid"),
         ({"predict": 200}, "depth"),
+        ({"predict": 2}, "--predict 2: a point trains that depth"),
     ],
 )
 def test_scale_refuses_what_fits_no_law_before_anything_starts(project, options, said):
