@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import linregress
 
 from nanodag.evaluation.results import pass_at
-from nanodag.rl.control.checks import warn_of_first_step
+from nanodag.rl.control.checks import warn_of_fall, warn_of_first_step
 from nanodag.rl.rollouts import metrics
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from tests.rl.rollouts import rollout
@@ -70,6 +70,17 @@ def test_the_first_rollouts_say_that_few_groups_teach_and_that_most_responses_we
             f"Step 1: {num_kept} of 16 groups are left to learn from (dropped_zero_spread {16 - num_kept};" in message
         )
         assert told in message
+
+
+def test_a_reward_that_falls_at_once_is_said_once_and_names_the_warm_up(caplog):
+    first, less, fallen = {"low": 0.37, "high": 0.55}, {"low": 0.28, "high": 0.41}, {"low": 0.1, "high": 0.23}
+    assert warn_of_fall(1, {}, first) is first
+    assert warn_of_fall(2, first, less) is first and not caplog.records, "within noise"
+    assert warn_of_fall(3, first, fallen) == {}
+    assert warn_of_fall(4, {}, fallen) == {}, "said once; and a resumed stage knows nothing of step 1"
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("Step 3: the mean reward is at most 0.23; in step 1 it was at least 0.37.")
+    assert "raise optimizer.warmup_steps" in said
 
 
 def lines_of(rewards, share=0.2):

@@ -17,6 +17,7 @@ T = TypeVar("T")
 EMPTY_STEPS_IN_A_ROW = 10
 CUT_FROM = 0.5
 FEW_SHARE = 1 / 8
+FIRST_STEPS = 10
 
 
 async def unless_stopped(work: Awaitable[T]) -> T:
@@ -67,6 +68,19 @@ def warn_of_first_step(values: Mapping[str, float], batch: RolloutBatch, *, max_
             100 * share,
             max_new_tokens,
         )
+
+
+def warn_of_fall(step: int, first: Mapping[str, float], now: Mapping[str, float]) -> Mapping[str, float]:
+    """Log that rewards fell at once, beyond noise. first, now: `low` and `high`, the 95 % interval of the mean reward
+    of step 1 and of this step, empty where it is not known. Returns what the next step is held against."""
+    if step == 1 or not first or not now or now["high"] >= first["low"]:
+        return now if step == 1 else first
+    log.warning(
+        "Step %d: the mean reward is at most %.3g; in step 1 it was at least %.3g. The first updates unlearn what the "
+        "model knew: raise optimizer.warmup_steps, or lower optimizer.learning_rate.",
+        *(step, now["high"], first["low"]),
+    )
+    return {}
 
 
 def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:

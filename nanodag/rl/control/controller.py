@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.saved_rollouts import SavedRollouts
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
-from nanodag.rl.control.step_records import Records
+from nanodag.rl.control.step_records import Records, interval_of
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
 from nanodag.rl.rollouts import batch as batches
@@ -97,6 +97,7 @@ class Controller:
         self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
         self._given: int | None = None  # the version that the samplers have of this process
         self._values: dict[str, float] = {}
+        self._first: Mapping[str, float] = {}  # the interval of step 1's mean reward, of this process
         self._rollouts: list[Rollout] = []  # of the step, where some are shown
 
     def run(self, leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
@@ -181,8 +182,10 @@ class Controller:
             batch = batches.without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = metrics.rollout_metrics(batch.all_rollouts) | metrics.drop_counts(reasons)
-        if step == 1 and rollout.is_sampled and self._config.has_trainer:
-            checks.warn_of_first_step(values, batch, max_new_tokens=rollout.max_new_tokens)
+        if step <= checks.FIRST_STEPS and rollout.is_sampled and self._config.has_trainer:
+            if step == 1:
+                checks.warn_of_first_step(values, batch, max_new_tokens=rollout.max_new_tokens)
+            self._first = checks.warn_of_fall(step, self._first, interval_of(batch.all_rollouts))
         if rollout.is_sampled:
             values |= batches.staleness_metrics(batch.trained, versions)
         if self._config.has_samplers:

@@ -139,7 +139,7 @@ class Records:
         names = ("reward", "pass_rate", "truncated_share", "response_tokens", "reward_failed", "generate_failed")
         several = [name for name in metrics if name.startswith(("pass_at_", "metric_")) and name != "pass_at_n"]
         values = {f"eval_{name}": metrics[name] for name in (*names, *several) if name in metrics}
-        values |= _interval(rollouts)
+        values |= interval_of(rollouts)
         path = self._folder / f"eval-{step:08d}.jsonl"
         self._save(path, rollouts)
         _write_answers(path.with_suffix(".answers.jsonl"), prompts)
@@ -187,7 +187,7 @@ class Records:
         self._timeline.close()
 
 
-def _interval(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def interval_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Interval of the mean reward, 95 %, over prompts: answers to one are alike. Empty for less than two prompts."""
     groups = groups_of(main_sequences(rollouts)).values()
     rewards = [[rollout.reward for rollout in group if rollout.reward is not None] for group in groups]
