@@ -231,8 +231,8 @@ class SamplerConfig(EngineConfig):
     start_timeout_s: Seconds | Auto = operational("auto")
     """Seconds without a sign of progress after which a sampler's start has failed. `auto`: 120 for the
     embedded one, else 900."""
-    request_timeout_s: Seconds = operational(600.0)
-    """Seconds that a request may take."""
+    request_timeout_s: Seconds = operational(3600.0)
+    """Seconds that a request may take, its time in the queue among them; then its sampler counts as lost."""
     health_timeout_s: Seconds = operational(60.0)
     """Seconds without an answer after which a sampler is asked again; after as many again it is killed and started
     anew."""

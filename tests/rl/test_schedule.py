@@ -275,6 +275,21 @@ def test_a_sampler_that_the_stop_signal_ended_is_no_error():
     assert of(work, "note") == of(work, "train")
 
 
+@pytest.mark.parametrize("error", [StopRequested(), SamplerError("ended by the signal too")])
+def test_in_turns_no_step_begins_once_a_stop_is_asked_for_though_the_watch_has_not_seen_it(error):
+    work = FakeWork()
+
+    async def evaluate(policy):
+        await asyncio.sleep(0.02)  # the batch is ready, and its step waits for the turn
+        work.stopping = True
+        raise error
+
+    work.is_evaluation_due, work.evaluate = (lambda policy: policy == 0), evaluate
+    with pytest.raises(StopRequested):
+        run_schedule(work, 0, takes_turns=True)
+    assert of(work, "generate") == [1] and of(work, "train") == []
+
+
 def test_a_checkpoint_that_counts_other_totals_is_refused_in_a_line():
     check_totals(Path("7"), {"sampled": 1, "scored": 2}, {"scored": 0, "sampled": 0})
     with pytest.raises(StageFailed, match=r"Checkpoint 7 was saved by another version"):

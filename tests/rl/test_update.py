@@ -76,6 +76,11 @@ LOSSES = {
         [(-1 + 0.5 * (1 - math.exp(-0.5))) / 3, *PLAIN[1:]],
         {"kl": K3 / 3, "loss": 0.5 * K3 / 3},
     ),
+    "a masked token far from its reference, whose exponential overflows": (
+        {"reference": (*MASKED[:2], 100.0, MASKED[3]), "kl_coefficient": 0.5, "kl_kind": "k3"},
+        [(-1 + 0.5 * (1 - math.exp(-0.5))) / 3, *PLAIN[1:]],
+        {"kl": K3 / 3, "loss": 0.5 * K3 / 3},
+    ),
     "KL in the reward": ({"reference": (-1.6, -1.25, 0.0, -2.0), **IN_REWARD}, PLAIN, {"kl": 0.75 / 3, "loss": 0.0}),
     # the second response has a negative advantage, and the trainer is 0 nats from its sampler, then 0.5
     "OPSM, near": ({"opsm_limit": 0.1}, PLAIN, {"left_out_share": 0.0}),

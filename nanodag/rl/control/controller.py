@@ -149,14 +149,14 @@ class Controller:
                 await self._services.samplers.update_weights_from_disk(str(self._job.inputs["model"]), 0)
         if self._pool is not None:
             self._pool.samplers_have(policy)
-        for older in [number for number in self._published if number < policy]:
+        for older in [number for number in self._published if number < policy and self._is_given(policy)]:
             _, folder = self._published.pop(older)
             if folder not in [kept for _, kept in self._published.values()]:
                 shutil.rmtree(folder, ignore_errors=True)  # not every sync leaves a folder
 
     async def generate(self, step: int) -> batches.RolloutBatch:
         """Generate what a step will train on."""
-        is_traced = step in self._config.profile_steps and self._config.rollout.is_sampled
+        is_traced = step in self._config.profile_steps and self._config.rollout.is_sampled and self._pool is None
         async with _traced(self._services.samplers, self._records.profile(step)) if is_traced else nullcontext():
             with self._stopwatch.timed("generate"):
                 if self._pool is not None:
@@ -185,7 +185,10 @@ class Controller:
         if step <= checks.FIRST_STEPS and rollout.is_sampled and self._config.has_trainer:
             if step == 1:
                 checks.warn_of_first_step(values, batch, max_new_tokens=rollout.max_new_tokens)
-            self._first = checks.warn_of_fall(step, self._first, interval_of(batch.all_rollouts))
+            if (
+                rollout.order == "prompt" and not rollout.partial_rollout_tokens
+            ):  # else the first ones are the short ones
+                self._first = checks.warn_of_fall(step, self._first, interval_of(batch.all_rollouts))
         if rollout.is_sampled:
             values |= batches.staleness_metrics(batch.trained, versions)
         if self._config.has_samplers:
@@ -312,7 +315,7 @@ class Controller:
                 await self._services.sync.write(source)
                 shutil.copytree(source, folder / f"policy-{policy}")
             write_json(folder / "controller.json", json.loads(saved))
-            self._checkpoints.commit(position.step)
+            await asyncio.to_thread(self._checkpoints.commit, position.step)
         log.info("step %d: checkpoint (%.2f s)", position.step, time.monotonic() - began)
 
     def _resume(self) -> Position | None:

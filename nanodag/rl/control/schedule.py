@@ -117,6 +117,7 @@ class Schedule:
             if self._has_ended_early:
                 break
             async with self._turn:
+                await self._until(lambda: True)  # a stop may have come while the turn was the samplers'
                 await self.work.train(self._step + 1, self._waiting[0])
                 self._waiting.popleft()
                 self._step += 1
@@ -232,7 +233,7 @@ class Schedule:
         while not is_so() and not self._stop.is_set():
             self._changed.clear()
             await self._changed.wait()
-        if self._stop.is_set():
+        if self._stop.is_set() or self.work.is_stop_requested():
             raise StopRequested
 
     async def _watch(self) -> None:

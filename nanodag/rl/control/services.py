@@ -189,11 +189,11 @@ class Services:
             num_processes=self._config.rollout.reward_processes,
             timeout_s=self._config.rollout.reward_timeout_s,
         )
+        if looked is not None:
+            looked.result()
         if not is_lent:
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         self._servers = starting.result()
-        if looked is not None:
-            looked.result()
         self.samplers = Fleet(
             self._servers,
             model=self._job.inputs["model"],

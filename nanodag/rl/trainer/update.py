@@ -76,6 +76,8 @@ class PolicyObjective:
             is_trained = algorithm.kl_in == "loss" and algorithm.kl_coefficient > 0
             # A KL that is only logged stays out of the loss: 0 times an infinity is no number.
             trainer_logprobs = scored.trainer_logprobs if is_trained else scored.trainer_logprobs.detach()
+            # Nor may a masked token's: where it is far from the reference, the gradient of k3 is 0 times an infinity.
+            trainer_logprobs = torch.where(mask, trainer_logprobs, scored.reference_logprobs)
             kl = self.kl(trainer_logprobs, scored.reference_logprobs)
             if algorithm.kl_unbiased:
                 kl = unbiased(kl, trainer_logprobs, scored.reference_logprobs, scored.old_logprobs)
