@@ -353,8 +353,8 @@ class SampledStage(StageBase):
     """Responses of each step that metrics.jsonl and trackers get as a table, with prompt, text and reward: the first
     one of each group in turn, then the second, each with its branches. 0 for none."""
     profile_steps: tuple[Positive, ...] = operational(())
-    """Steps whose traces are written into records/profile: torch's of each trainer rank and of each sampler, and the
-    step's timeline."""
+    """Steps whose traces are written into records/profile: torch's of each trainer rank and, but for order arrival, of
+    each sampler, and the step's timeline."""
     checkpoint_every: int = operational(20, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)
