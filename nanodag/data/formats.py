@@ -49,7 +49,14 @@ class ParquetFile(Rows):
                     "The file is damaged; fetch it again."
                 ) from error
         columns = table.combine_chunks()
-        return LazyRows(columns.num_rows, lambda index: columns.slice(index, 1).to_pylist()[0])
+
+        def row(index: int) -> Row:
+            try:
+                return cast("Row", columns.slice(index, 1).to_pylist()[0])
+            except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+                raise SourceError(f"{self.path} row group {number}, row {index} cannot be read: {error}.") from error
+
+        return LazyRows(columns.num_rows, row)
 
     def _open(self) -> Any:
         import pyarrow

@@ -38,10 +38,11 @@ def _problems(
 
     def row(index: int) -> Row:
         stream = random.Random(f"{name}:{seed}:{index}")
-        while True:
+        for _ in range(10_000):
             question, answer = make(stream)
             if is_of_test(question) == (split == "test"):
                 return {"question": question, "answer": answer}
+        raise ValueError(f"{name} has no problem in the split {split} with these numbers; take larger ones")
 
     return rows_of(size, split, row)
 

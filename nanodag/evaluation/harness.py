@@ -18,6 +18,7 @@ import yaml
 from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors import ConfigError
 from nanodag.evaluation import results
 from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
@@ -59,8 +60,10 @@ def run_benchmark(
         fewshot_as_multiturn=True,
     )
     assert evaluated is not None
-    metric_list = evaluated["configs"][config.name]["metric_list"]
-    metrics = [metric["metric"] for metric in metric_list]
+    listed = evaluated["configs"][config.name]["metric_list"]
+    metric_list = [m for m in listed if m["metric"] == "bits_per_byte" or m.get("aggregation", "mean") == "mean"]
+    if not (metrics := [metric["metric"] for metric in metric_list]):
+        raise ConfigError(f"{config.name}: none of its metrics, {', '.join(m['metric'] for m in listed)}, is a mean.")
     logged = evaluated["samples"][config.name]
     first_filter = logged[0]["filter"]  # lm-eval's own gsm8k has two, its main one first
     samples = [sample for sample in logged if sample["filter"] == first_filter]

@@ -58,7 +58,7 @@ def _questions(
         shared = num_common([ids[::-1] for ids in tokens])
         split = [(ids[: len(ids) - shared], ids[len(ids) - shared :]) for ids in tokens]
     else:
-        shared = num_common(tokens)
+        shared = min(num_common(tokens), min(map(len, texts)) - 1)  # a choice may be the beginning of another one
         split = [(ids[:shared], ids[shared:]) for ids in texts]
         if not is_too_long:
             return [Question(split[0][0], tuple(answer for _, answer in split))], False

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Self
 from nanodag.config.kind import SCORES, Kind
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.errors import SourceError
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.host.beside import table_beside
@@ -205,8 +207,9 @@ def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage
             parent = parents[column.label]
             siblings = [c for c in columns[:number] if parent is not None and parents[c.label] is parent]
             for other in ([parent] if parent else []) + siblings:
-                if comparison := _compared(benchmark, other, column, is_parent=other is parent):
-                    comparisons.append(comparison)
+                with suppress(SourceError):  # they were asked other items: nothing to compare
+                    if comparison := _compared(benchmark, other, column, is_parent=other is parent):
+                        comparisons.append(comparison)
     adjusted = holm([comparison.found.p_value for comparison in comparisons])
     return [replace(comparison, adjusted=p) for comparison, p in zip(comparisons, adjusted, strict=True)]
 

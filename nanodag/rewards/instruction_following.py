@@ -58,7 +58,7 @@ def first_word_of_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: in
 def postscript(text: str, *, postscript_marker: str) -> bool:
     """A line that begins with the marker (P.S., P.P.S), blanks between its letters or not, and says something."""
     marker = r"\s?".join(re.escape(letter) + r"\.?" for letter in postscript_marker if letter.isalpha())
-    return re.search(rf"^\s*{marker}[\s:]*\w", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^[^\S\n]*{marker}[\s:]*\w", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def highlighted_sections(text: str, *, num_highlights: int) -> bool:
@@ -118,7 +118,7 @@ RULES: dict[str, Callable[..., bool]] = {
     ),
     "detectable_content:postscript": postscript,
     "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (  # lines that begin with `* ` or `-`
-        len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
+        len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
     ),
     "detectable_format:constrained_response": lambda text: sum(text.count(answer) for answer in _CONSTRAINED) == 1,
     "detectable_format:number_highlighted_sections": highlighted_sections,

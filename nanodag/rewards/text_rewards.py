@@ -16,12 +16,14 @@ from nanodag.rewards.reward import Reward, plain_number, right_or_wrong
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BARE = re.compile(r"[(\[*]*([A-Z])[)\]*.:]*")
-_STATED = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*[(\[*]*([A-Z])\b(?!')", re.IGNORECASE)
+_STATED = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*[(\[*]*(?!(?-i:a)[ \t]+\w)([A-Z])\b(?!')", re.IGNORECASE)
 _STATING = re.compile(r"\b(?:the )?(?:final )?answer(?:\s+is|\s*:|\s*=)[ \t:]*", re.IGNORECASE)
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 _ARTICLE = re.compile(r"^(?:an?|the) ")
 MAX_WORDS_CHARACTERS = 300
 MAX_ANSWER_CHARACTERS = 400
+# What sympy would write out for ever: powers of powers, exponents and binomials of five digits, large factorials.
+_ENDLESS = re.compile(r"\d\s*\}?\^\s*\{?\s*\d+\s*\^|\^\s*\{?\s*-?\d{5}|binom\s*\{?\s*\d{5}|\d{6}\s*!|!\s*[)}]*\s*!")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPORTED = "reported"  # of a prompt's record, as a reward gets it: {"value": 0.5, "components": {...}} or None
 
@@ -140,7 +142,7 @@ def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     from math_verify import parse, verify  # in here: importing sympy takes half a second
 
     answer = _answer_of(completion)
-    if answer is None:
+    if answer is None or (_ENDLESS.search(answer) and answer != (_answer_of(prompt["answer"]) or prompt["answer"])):
         return right_or_wrong(False, "")
     gold = _parsed(parse, _answer_of(prompt["answer"]) or prompt["answer"])
     if not gold:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 KEPT_FILES = 8  # those used last
 _WAIT_S = 6 * 3600.0  # for another rank that makes them
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, eq=False)

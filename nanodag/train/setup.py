@@ -275,13 +275,13 @@ class Data:
         is_text = isinstance(objective, NextToken)
         if is_text:
             num_rows = math.ceil(config.validation_tokens / config.sequence_length)
-            once = partial(self._once, sources, "held_out", rank=0, world=1, batch_rows=1)
+            once = partial(self._once, sources, "held_out", rank=0, world=1, batch_rows=1, seed=0)
             recipe = {**self._recipe(sources), "num_rows": num_rows}
             rows = held_out_rows(self._job.held_out, recipe, lambda: islice(once(), num_rows))
             batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)
         else:
             num_batches = math.ceil(config.validation_tokens / (self._rows * config.sequence_length))
-            batches = list(islice(self._once(sources, "held_out", rank=0, world=1), num_batches))[rank::world]
+            batches = list(islice(self._once(sources, "held_out", rank=0, world=1, seed=0), num_batches))[rank::world]
         if not (most := int(engine.highest(len(batches)))):
             shares = ", ".join(f"{source.held_out} of {source.url}" for source in sources)
             raise ConfigError(

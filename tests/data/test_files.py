@@ -199,3 +199,12 @@ def test_a_view_of_something_else_is_refused(tmp_path):
         open_source(f"file:{tmp_path}/q.json#passages").length()
     with pytest.raises(SourceError, match="views are passages"):
         open_source(f"file:{tmp_path}/q.json#paragraphs").length()
+
+
+def test_a_value_of_parquet_that_python_cannot_hold_is_named_with_its_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    no_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    for table in ({"text": no_text}, {"text": ["a"], "at": pa.array([2**62], pa.timestamp("us"))}):
+        pq.write_table(pa.table(table), path)
+        with pytest.raises(SourceError, match=r"a\.parquet row group 0, row 0 cannot be read"):
+            list(open_source(f"file:{path}").rows())

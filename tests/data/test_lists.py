@@ -84,3 +84,8 @@ def test_spelling_is_a_conversation_in_training_and_a_prompt_with_a_verifier_in_
     assert gsm8k(prompt, talk["messages"][1]["content"]).value == 1.0
     assert gsm8k(prompt, "#### 99").value == 0.0
     assert json.dumps(prompt)
+
+
+def test_a_split_that_has_no_problem_is_refused_and_not_waited_for():
+    with pytest.raises(ValueError, match="add-0 has no problem in the split test"):
+        next(iter(add(largest=0, split="test")))

@@ -104,6 +104,12 @@ def test_an_item_whose_answer_alone_has_no_room_is_wrong_and_counted(checkpoint)
     assert judged[0] == JudgedItem(is_right=False, is_too_long=True)
 
 
+def test_a_choice_that_another_one_begins_with_is_judged_by_its_last_token(checkpoint, model_folder):
+    items = [{"query": "the a", "choices": ["ran", "ran to the dog"], "gold": gold} for gold in (0, 1)]
+    first, second = score_task(checkpoint, task("multiple_choice"), items)
+    assert first.is_right != second.is_right and not first.is_too_long
+
+
 def test_core_is_the_mean_of_centred_accuracies(tmp_path, checkpoint):
     bundle = write_bundle(tmp_path)
     config = BenchmarkConfig(name="core", source=f"file:{bundle}/*/*.jsonl", limit=11)

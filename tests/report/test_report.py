@@ -243,6 +243,16 @@ def test_metrics_over_samples_and_counts_stand_beside_the_score_and_the_best_ans
     assert (example["prompt"], example["before"], example["after"]) == ("Sort 3", "eval_sft 3 0", "eval_rl 3 1")
 
 
+def test_evals_of_one_benchmark_that_asked_other_items_are_not_compared_and_no_report_is_lost(run):
+    stages = stages_of(run)
+    before = comparisons_of(columns_of(stages), stages)
+    lost = next(c for c in before if c.is_parent)
+    path = lost.after.samples_path(lost.benchmark)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    after = comparisons_of(columns_of(stages), stages)
+    assert after and (lost.benchmark, lost.after.label) not in {(c.benchmark, c.after.label) for c in after}
+
+
 HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"
 
 

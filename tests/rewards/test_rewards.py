@@ -30,6 +30,9 @@ OF_MATH = [
     "\\boxed{7} \\boxed{8}",  # two guesses
     "\\boxed{7, 8}", "\\boxed{7 \\text{ or } 8}", "\\boxed{\\{7, 8\\}}", "7\nno idea", "\\boxed{7",
     "\\boxed{" + "9^" * 300 + "9}",
+    # what sympy would write out for ever
+    "\\boxed{9^{9^{9^9}}}", "\\boxed{10^{10^{10}}}", "\\boxed{2^{10000000000}}", "\\boxed{\\binom{10000000}{5000000}}",
+    "\\boxed{\\sum_{i=1}^{1000000} i^{i}}", "\\boxed{1000000!}", "\\boxed{((99!)!)!}",
 ]  # fmt: skip
 CHEATS = {  # by reward: the right answer, and what must not pass for it
     gsm8k: ("1234", [
@@ -42,7 +45,7 @@ CHEATS = {  # by reward: the right answer, and what must not pass for it
     multiple_choice: ("B", [
         "A", "", "ABCD", "A B C D", "A) B) C) D)", "B) or C)", "(B) (C)", "B. Paris\nC. Rome",
         "The answer is B. The answer is C.", "Answer: B\nAnswer: A", "A bee is B", "Because it is Paris",
-        "B is the second letter",
+        "B is the second letter", "The answer is a bit tricky: B or C", "I think the answer is a bee, so (C).",
     ]),
     math_answer: ("7", OF_MATH),
     boxed_math: ("7", OF_MATH),
@@ -68,7 +71,17 @@ def test_multiple_choice_accepts_the_letter_however_it_is_stated(given):
     assert value(multiple_choice, "B", given) == 1.0
 
 
+@pytest.mark.parametrize(
+    "given", ["The answer is A", "Answer: a", "answer is (a)", "the answer is A because", "answer: a\nB"]
+)
+def test_multiple_choice_tells_the_letter_a_from_the_article(given):
+    assert value(multiple_choice, "A", given) == 1.0
+    assert value(multiple_choice, "A", "The answer is a cat.") == 0.0
+    assert value(multiple_choice, "B", "The answer is a bit tricky. Answer: B") == 1.0
+
+
 @pytest.mark.parametrize(("answer", "given"), [
+    ("10^{10^{10}}", "\\boxed{10^{10^{10}}}"), ("e^{x^2}", "\\boxed{e^{x^{2}}}"), ("2^{100}", "\\boxed{4^{50}}"),
     ("\\frac{1}{2}", "so \\boxed{0.5}"), ("\\frac{1}{2}", "so \\boxed{\\frac{2}{4}}"),
     ("\\boxed{12}", "\\boxed{12} as said, \\boxed{12}"), ("$x^2+1$", "\\boxed{1+x^2}"), ("7", "The sum is\n$7$"),
 ])  # fmt: skip

@@ -48,6 +48,13 @@ def test_a_result_says_what_was_trained_and_what_it_cost(pretrained):
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_held_out_rows_are_the_same_for_every_seed(folder, pretrained):
+    config = stages.pretrain(folder, seed=4, horizon_tokens=512)
+    other, _ = finished(folder, "other-seed", config, tokenizer=folder / "tokenizer")
+    rows = stages.content(pretrained / "held_out")
+    assert any(rows.values()) and rows == stages.content(other / "held_out")
+
+
 def test_a_killed_pretrain_run_with_a_damaged_checkpoint_ends_on_the_same_bytes(folder, pretrained):
     workspace = stages.make_job(folder / "killed", stages.pretrain(folder), {"tokenizer": folder / "tokenizer"})
     step = random.randint(7, 10)
