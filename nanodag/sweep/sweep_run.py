@@ -152,9 +152,7 @@ def _joined(
             inputs = {label: names[source] for label, source in config.inputs.items()}
             made = config.model_copy(update={"inputs": inputs})
             if stages.setdefault(names[name], made) != made:
-                raise ConfigError(
-                    f"Point {point.number}'s {name} and another stage are both {names[name]}: rename one."
-                )
+                raise ConfigError(f"Point {point.number}'s {name} and another stage are both {names[name]}.")
         placed.append(point.changed(stages=names))
     return stages, placed
 
