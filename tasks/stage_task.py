@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -50,6 +50,8 @@ shipped()  # their modules are parsed before there are threads: CPython 3.11 fai
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
 _PASSING = StageInterrupted | ConnectionError | TimeoutError
+SHOWN = suppress(httpx.HTTPError)
+"""Around what is shown in Prefect's UI alone: a server that does not take it ends no stage."""
 
 
 def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -158,7 +160,8 @@ def task_of(kind: str) -> Task[..., Any]:
             return Failed(message=str(error), data=error)
         if definition.makes == PAGE:
             text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
-            create_markdown_artifact(key=_artifact_key("report", run), markdown=text)
+            with SHOWN:
+                create_markdown_artifact(key=_artifact_key("report", run), markdown=text)
         if result.was_found:
             return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
         progress.finish()
@@ -310,10 +313,11 @@ class _Progress:
         self._show(100.0)
 
     def _show(self, percent: float) -> None:
-        if self._artifact is None:
-            self._artifact = create_progress_artifact(progress=percent, description=f"Progress of {self._name}")
-        else:
-            update_progress_artifact(artifact_id=self._artifact, progress=percent)
+        with SHOWN:
+            if self._artifact is None:
+                self._artifact = create_progress_artifact(progress=percent, description=f"Progress of {self._name}")
+            else:
+                update_progress_artifact(artifact_id=self._artifact, progress=percent)
 
 
 def _show_result(run: Run, result: StageResult) -> None:
@@ -323,7 +327,8 @@ def _show_result(run: Run, result: StageResult) -> None:
     lines = [f"# {result.stage} of {run.name}", "", *metrics_table("reached", artifact.metrics, is_scores=is_scores)]
     lines += ["", *metrics_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
-    create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
+    with SHOWN:
+        create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
 
 
 def _show_failure(run: Run, name: str, error: NanodagError) -> None:
@@ -337,7 +342,8 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
         lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]
     if log_lines:
         lines.append(words.fenced(f"Last lines of {log_lines}"))
-    create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
+    with SHOWN:
+        create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
 def metrics_table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) -> list[str]:

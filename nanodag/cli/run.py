@@ -278,16 +278,16 @@ class _Attended:
 
     def _stop(self) -> None:
         self._console.print("Stopping: workers write a checkpoint and end. Ctrl-C again leaves without waiting.")
-        self._api.set_state(self._flow_run, "CANCELLING", "Stopped in the terminal.")
         deadline = time.monotonic() + STOP_TIMEOUT_S
         try:
+            self._api.set_state(self._flow_run, "CANCELLING", "Stopped in the terminal.")
             while time.monotonic() < deadline:
                 has_ended = self._api.run_state(self._flow_run)["type"] in FINAL_STATES
                 if has_ended and ((record := self._record()) is None or not record.is_alive):
                     break
                 time.sleep(0.2)
-        except KeyboardInterrupt:
-            self._console.print("Left; it is still being stopped.")
+        except (KeyboardInterrupt, ServerError) as error:
+            self._console.print(f"Left; it is still being stopped. {error}".rstrip())
         if (record := self._record()) is not None:
             self._console.print(stage_table(progress_of(self._store, record), self._console))
         self._tell_how_to_resume()
@@ -325,9 +325,10 @@ def bury_the_dead(api: Api, store: Store) -> None:
     for name, record in store.records_of_runs().items():
         if not record.is_gone:
             continue
-        store.change_run(name, lambda record: record.changed(state="interrupted"))
-        try:
-            if record.flow_run and api.run_state(record.flow_run)["type"] not in FINAL_STATES:
+        now = store.change_run(name, lambda r: r.changed(state="interrupted") if r.is_gone else r)
+        try:  # one that was resumed meanwhile lives, and one that waits was resumed in the UI
+            is_dead = now.state == "interrupted" and now.flow_run == record.flow_run
+            if is_dead and record.flow_run and api.run_state(record.flow_run)["type"] in ("RUNNING", "CANCELLING"):
                 api.set_state(record.flow_run, "CRASHED", "The flow's process is gone.")
         except ServerError:  # another server's, or deleted in the UI
             continue

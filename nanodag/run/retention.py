@@ -215,7 +215,7 @@ def _retired(records: Mapping[str, RunRecord], keep_runs: int, limit: float) -> 
         for name, record in records.items()
         if name not in newest
         and record.state != "running"
-        and record.created < limit
+        and max(record.created, record.started, record.ended) < limit
         and (name in plain or limit < float("inf"))
     ]
 

@@ -320,7 +320,7 @@ class LocalServer:
             "PREFECT_API_URL": f"http://{self._host}:{port}/api",
             "PREFECT_UI_STATIC_DIRECTORY": str(self.home / "ui"),
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
-            "NO_PROXY": f"{HOST},localhost,{self._host}",
+            "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST, "localhost", self._host])),
             "NANODAG_STORE": self._store_url,
             **({"NANODAG_STORE_LOCAL": str(self._store_local)} if "://" in self._store_url else {}),
             "NANODAG_FILE": str(self._file),

@@ -242,10 +242,11 @@ class RemoteBackend:
             return {}
         full_paths = {f"{self._root}/{path}": path for path in paths}
         with self._asking(f"Reading {len(paths)} files"):
-            blobs = self._fs.cat(list(full_paths), on_error="omit")
-        return {
-            path: blobs[full].decode(errors="surrogateescape") for full, path in full_paths.items() if full in blobs
-        }
+            blobs = self._fs.cat(list(full_paths), on_error="return")
+            if lost := [b for b in blobs.values() if isinstance(b, Exception) and not isinstance(b, FileNotFoundError)]:
+                raise lost[0]  # not taken for a file that is not there: `gc` would remove what it names
+        texts = {path: blobs[full] for full, path in full_paths.items() if isinstance(blobs.get(full), bytes)}
+        return {path: text.decode(errors="surrogateescape") for path, text in texts.items()}
 
     def write_text(self, path: str, text: str) -> None:
         """As LocalBackend.write_text: an object store replaces objects whole, a file system gives them another name."""
@@ -286,6 +287,7 @@ class RemoteBackend:
     def pull(self, path: str, target: Path) -> None:
         """Bring a file here; it is whole when it has its name. Raises CorruptArtifact when there is none."""
         target.parent.mkdir(parents=True, exist_ok=True)
+        self._cache.mkdir(parents=True, exist_ok=True)
         partial = self._cache / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             with self._asking(f"Pulling {path}"):

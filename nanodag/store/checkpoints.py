@@ -136,13 +136,14 @@ class Mirror:
         self._thread.join()
 
     def restore(self) -> int | None:
-        """Bring the newest mirrored checkpoint here when there is no valid one; returns the step it brought.
+        """Bring the newest mirrored checkpoint here unless a valid one is as new; returns the step it brought.
 
         Each is verified before it counts; a damaged one is named in a warning and the one before is tried.
         """
-        if Checkpoints(self._folder).newest_valid() is not None:
-            return None
+        here = Checkpoints(self._folder).newest_valid()
         for name in reversed(self._steps()):
+            if here is not None and int(name.rpartition("-")[2]) <= here[0]:
+                return None
             try:
                 step = self._bring(name)
             except FileNotFoundError:  # copied in part
@@ -173,7 +174,7 @@ class Mirror:
         self._backend.write_text(f"{target}/{MANIFEST}", text)
         self._copied = newest
         for name in self._steps():
-            if name != self._copied:
+            if name < self._copied:  # a newer one is another machine's
                 self._backend.clear(f"{self._home}/{name}")
         return True
 
@@ -206,7 +207,7 @@ class Mirror:
             is_last = self._ended.wait(POLL_S)
             try:
                 self.copy_newest()
-            except StoreError as error:
+            except (StoreError, OSError, ValueError, LookupError) as error:
                 log.warning("The newest checkpoint is not mirrored: %s", error)
             if is_last:
                 return

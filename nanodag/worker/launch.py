@@ -187,13 +187,13 @@ def begin_try(workspace: Path) -> float:
     """
     path, now = workspace / BEGAN_NAME, time.time()
     lines = _json_lines(workspace / USAGE_NAME)
-    began = float(path.read_text()) if path.exists() else now
+    began = float(path.read_text() or now) if path.exists() else now  # empty where the disk was full
     if began < now and not any(line["began"] >= began for line in lines):
         written = [workspace / LOG_NAME, workspace / "metrics.jsonl"]
         last = max((path.stat().st_mtime for path in written if path.exists()), default=began)
         lost = {"began": began, "seconds": round(max(0.0, last - began), 3), "cpu_s": 0.0, "peak_bytes": 0}
         with (workspace / USAGE_NAME).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(lost | {"code": None}) + "\n")
+            stream.write("\n" + json.dumps(lost | {"code": None}) + "\n")  # behind a line that a full disk cut
     path.write_text(f"{now:.3f}")
     return usage_of(workspace)["seconds"]
 
@@ -213,7 +213,7 @@ def usage_of(workspace: Path) -> dict[str, float]:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
 
 
 def _num_oom_kills() -> int:

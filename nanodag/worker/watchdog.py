@@ -68,7 +68,7 @@ def main() -> int:
         "code": child.returncode,
     }
     with usage_path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+        stream.write("\n" + json.dumps(line) + "\n")  # behind a line that a full disk cut
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -314,3 +315,21 @@ def test_a_run_that_another_machine_executes_is_not_called_interrupted(store):
     store.write_run(there)
     bury_the_dead(None, store)
     assert store.read_run("r").state == "running"
+
+
+def test_a_run_that_lives_again_by_the_time_is_not_buried(store, monkeypatch):
+    dead = run_record("r", state="running", flow_run="f")
+    alive = dead.changed(pid=os.getpid(), pid_started=process_started(psutil.Process()))
+    store.write_run(dead)
+    monkeypatch.setattr(store, "records_of_runs", lambda: {"r": dead})
+    store.write_run(alive)
+    told = []
+    api = SimpleNamespace(run_state=lambda flow_run: {"type": "RUNNING"}, set_state=lambda *state: told.append(state))
+    bury_the_dead(api, store)
+    assert (store.read_run("r").state, told) == ("running", [])
+    store.write_run(dead)
+    for state, wanted in (("PENDING", 0), ("RUNNING", 1)):  # one that waits was resumed in the UI
+        store.write_run(dead)
+        api.run_state = lambda flow_run, state=state: {"type": state}
+        bury_the_dead(api, store)
+        assert len(told) == wanted

@@ -129,6 +129,17 @@ def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
     assert usage_of(tmp_path) == took
 
 
+def test_what_a_full_disk_cut_of_a_try_hinders_no_later_one(tmp_path):
+    (tmp_path / "began").write_text("")
+    (tmp_path / "usage.jsonl").write_text('{"began": 1000.0, "sec')
+    assert begin_try(tmp_path) == 0.0
+    (tmp_path / "began").write_text("1000.0")
+    (tmp_path / "worker.log").write_text("step 7\n")
+    os.utime(tmp_path / "worker.log", (1030.0, 1030.0))
+    assert begin_try(tmp_path) == 30.0, "its line begins on a line of its own"
+    assert usage_of(tmp_path)["num_attempts"] == 1
+
+
 def test_a_killed_worker_is_told_apart_from_one_that_failed(run, begun):
     thread, raised, workspace = begun(run)
     psutil.Process(pids_in(workspace)[0]).kill()

@@ -36,6 +36,20 @@ def test_another_machine_goes_on_from_the_newest(store, tmp_path):
     assert copies(store) == [] and store.mirror(KEY, tmp_path / "c").restore() is None
 
 
+def test_the_first_machine_goes_on_from_what_the_second_left_and_never_removes_it(store, tmp_path):
+    first, second = Checkpoints(tmp_path / "a"), Checkpoints(tmp_path / "b")
+    save(first, 100)
+    store.mirror(KEY, first.path).copy_newest()
+    there = store.mirror(KEY, second.path)
+    assert there.restore() == 100
+    save(second, 900)
+    there.copy_newest()
+    again = store.mirror(KEY, first.path)
+    again.copy_newest()  # before it looks what others left
+    assert "step-00000900" in copies(store)
+    assert again.restore() == 900 and first.newest_valid()[0] == 900
+
+
 def test_a_damaged_or_half_copied_one_gives_way_to_the_one_before(store, tmp_path, caplog):
     here, mirror = Checkpoints(tmp_path / "a"), store.mirror(KEY, tmp_path / "a")
     save(here, 10)

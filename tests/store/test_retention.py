@@ -4,8 +4,9 @@ import random
 import time
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, StoreError
 from nanodag.run.retention import Best, best_of, free, plan
 from nanodag.store import Store
 from nanodag.store.atomic import temporary_name
@@ -243,3 +244,27 @@ def test_whatever_the_runs_and_the_policy_what_remains_is_whole(tmp_path, produc
             store.materialize(artifact)
             waiting += [(up["key"], up["attempt"]) for up in artifact.lineage.values()]
     assert can_go(store, **policy) == set()
+
+
+def test_a_run_is_as_old_as_its_last_try(store, product):
+    write_run(store, "resumed", publish(store, product, key("a")), created=OLD, started=NOW - 3600, ended=NOW - 60)
+    write_run(store, "old", publish(store, product, key("b")), created=OLD, started=OLD, ended=OLD)
+    assert runs_that_go(store, keep_days=7) == {"old"}
+
+
+def test_a_record_that_cannot_be_read_for_now_is_not_taken_for_none(product, tmp_path, monkeypatch):
+    store = Store(f"memory://records-{tmp_path.name}", local=tmp_path / "here")
+    made = publish(store, product, key("a"))
+    write_run(store, "mine", made)
+    whole = MemoryFileSystem.cat_file
+
+    def slow(self, path, *arguments, **options):
+        if path.endswith("mine.json"):
+            raise TimeoutError("slow down")
+        return whole(self, path, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", slow)
+    for ask in (lambda: plan(store), lambda: store.find_run("mine")):
+        with pytest.raises(StoreError, match="slow down"):
+            ask()
+    assert store.find_run("another") is None
