@@ -183,7 +183,8 @@ def test_a_hopeless_point_of_a_sweep_is_ended_early_stays_so_and_goes_on_when_as
     monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
     for stage, loss in {"sft-1": 2.0, "sft-2": 1.0, "sft-3": 3.0}.items():
         tell(stage, f"measure {loss}")
-    asked = {"grid": ("sft.seed=[1,2,3]",)}
+    held_out = json.dumps([{"url": f"file:{project / 'text.txt'}", "held_out": 0.1}])
+    asked = {"grid": ("sft.seed=[1,2,3]",), "overrides": (f"sft.data={held_out}",)}
     state = sweep("s", **asked, halving=3, return_state=True)
     assert state.message == "3 points, 0 of 6 stages found in the store, 1 point ended early"
     kept = {stage: entry for stage, entry in states_of("s", project).items() if stage[-1] in "123"}
