@@ -51,7 +51,7 @@ PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
 _PASSING = StageInterrupted | ConnectionError | TimeoutError
 SHOWN = suppress(httpx.HTTPError)
-"""Around what is shown in Prefect's UI alone: a server that does not take it ends no stage."""
+"""Around what is shown in Prefect's UI alone: a server that answers with an error, or not at all, ends no stage."""
 
 
 def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:

@@ -287,7 +287,7 @@ class _Attended:
                     break
                 time.sleep(0.2)
         except (KeyboardInterrupt, ServerError) as error:
-            self._console.print(f"Left; it is still being stopped. {error}".rstrip())
+            self._console.print(f"Left; it may still be stopping. {error}".rstrip())
         if (record := self._record()) is not None:
             self._console.print(stage_table(progress_of(self._store, record), self._console))
         self._tell_how_to_resume()
@@ -327,8 +327,8 @@ def bury_the_dead(api: Api, store: Store) -> None:
             continue
         now = store.change_run(name, lambda r: r.changed(state="interrupted") if r.is_gone else r)
         try:  # one that was resumed meanwhile lives, and one that waits was resumed in the UI
-            is_dead = now.state == "interrupted" and now.flow_run == record.flow_run
-            if is_dead and record.flow_run and api.run_state(record.flow_run)["type"] in ("RUNNING", "CANCELLING"):
+            is_dead = bool(record.flow_run) and now.state == "interrupted"
+            if is_dead and api.run_state(record.flow_run)["type"] in ("RUNNING", "CANCELLING"):
                 api.set_state(record.flow_run, "CRASHED", "The flow's process is gone.")
         except ServerError:  # another server's, or deleted in the UI
             continue

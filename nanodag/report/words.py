@@ -19,7 +19,7 @@ def count(number: float) -> str:
 
 def is_share(metric: str) -> bool:
     """True for scores between 0 and 1, which are shown in percent."""
-    return metric not in ("bits_per_byte", "reward")
+    return metric != "bits_per_byte"
 
 
 def value(number: float, metric: str) -> str:

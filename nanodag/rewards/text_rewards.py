@@ -16,14 +16,14 @@ from nanodag.rewards.reward import Reward, plain_number, right_or_wrong
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BARE = re.compile(r"[(\[*]*([A-Z])[)\]*.:]*")
-_STATED = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*[(\[*]*(?!(?-i:a)[ \t]+\w)([A-Z])\b(?!')", re.IGNORECASE)
+_STATED = re.compile(r"\banswer(?:\s+is|\s*:|\s*=)\s*[(\[*]*(?!(?-i:a) (?!because)\w)([A-Z])\b(?!')", re.IGNORECASE)
 _STATING = re.compile(r"\b(?:the )?(?:final )?answer(?:\s+is|\s*:|\s*=)[ \t:]*", re.IGNORECASE)
 _BRACKETED = re.compile(r"\(([A-Z])\)")
 _ARTICLE = re.compile(r"^(?:an?|the) ")
 MAX_WORDS_CHARACTERS = 300
 MAX_ANSWER_CHARACTERS = 400
-# What sympy would write out for ever: powers of powers, exponents and binomials of five digits, large factorials.
-_ENDLESS = re.compile(r"\d\s*\}?\^\s*\{?\s*\d+\s*\^|\^\s*\{?\s*-?\d{5}|binom\s*\{?\s*\d{5}|\d{6}\s*!|!\s*[)}]*\s*!")
+# What sympy may write out for ever, without blanks and braces: towers of numbers, long exponents, big binomials.
+_ENDLESS = re.compile(r"\d\^([4-9]|\d\d+)\^\d|\d\^\d\^\d[\d^]|\^-?\d{6}|\d\)\^\d{3}|binom\d{9}|\d{6}!|!\)*!")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 REPORTED = "reported"  # of a prompt's record, as a reward gets it: {"value": 0.5, "components": {...}} or None
 
@@ -142,7 +142,8 @@ def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     from math_verify import parse, verify  # in here: importing sympy takes half a second
 
     answer = _answer_of(completion)
-    if answer is None or (_ENDLESS.search(answer) and answer != (_answer_of(prompt["answer"]) or prompt["answer"])):
+    bare, wanted = (re.sub(r"[\s{}$]", "", t or "") for t in (answer, _answer_of(prompt["answer"]) or prompt["answer"]))
+    if answer is None or (_ENDLESS.search(bare) and bare != wanted):
         return right_or_wrong(False, "")
     gold = _parsed(parse, _answer_of(prompt["answer"]) or prompt["answer"])
     if not gold:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
@@ -141,18 +142,19 @@ class Mirror:
         Each is verified before it counts; a damaged one is named in a warning and the one before is tried.
         """
         here = Checkpoints(self._folder).newest_valid()
-        for name in reversed(self._steps()):
-            if here is not None and int(name.rpartition("-")[2]) <= here[0]:
-                return None
-            try:
-                step = self._bring(name)
-            except FileNotFoundError:  # copied in part
-                continue
-            except CorruptArtifact as error:
-                log.warning("%s Going back to the mirrored checkpoint before it.", error)
-                continue
-            log.info("Going on from the mirrored checkpoint of step %d.", step)
-            return step
+        with suppress(*([] if here is None else [StoreError, OSError])):  # the one here does where the store is away
+            for name in reversed(self._steps()):
+                if here is not None and int(name.rpartition("-")[2]) <= here[0]:
+                    return None
+                try:
+                    step = self._bring(name)
+                except FileNotFoundError:  # copied in part
+                    continue
+                except CorruptArtifact as error:
+                    log.warning("%s Going back to the mirrored checkpoint before it.", error)
+                    continue
+                log.info("Going on from the mirrored checkpoint of step %d.", step)
+                return step
         return None
 
     def drop(self) -> None:
@@ -207,7 +209,7 @@ class Mirror:
             is_last = self._ended.wait(POLL_S)
             try:
                 self.copy_newest()
-            except (StoreError, OSError, ValueError, LookupError) as error:
+            except (StoreError, OSError, ValueError, LookupError, TypeError) as error:
                 log.warning("The newest checkpoint is not mirrored: %s", error)
             if is_last:
                 return

@@ -32,7 +32,8 @@ OF_MATH = [
     "\\boxed{" + "9^" * 300 + "9}",
     # what sympy would write out for ever
     "\\boxed{9^{9^{9^9}}}", "\\boxed{10^{10^{10}}}", "\\boxed{2^{10000000000}}", "\\boxed{\\binom{10000000}{5000000}}",
-    "\\boxed{\\sum_{i=1}^{1000000} i^{i}}", "\\boxed{1000000!}", "\\boxed{((99!)!)!}",
+    "\\boxed{\\sum_{i=1}^{1000000} i^{i}}", "\\boxed{1000000!}",
+    "\\boxed{((99!)!)!}", "\\boxed{9^{9^9}}", "\\boxed{(9^{9999})^{9999}}",
 ]  # fmt: skip
 CHEATS = {  # by reward: the right answer, and what must not pass for it
     gsm8k: ("1234", [
@@ -81,6 +82,8 @@ def test_multiple_choice_tells_the_letter_a_from_the_article(given):
 
 
 @pytest.mark.parametrize(("answer", "given"), [
+    ("2^{2^n}-1", "\\boxed{2^{2^{n}} - 1}"), ("4294967296", "\\boxed{2^{2^5}}"), ("x_1^{2^n}", "$x_{1}^{2^{n}}$"),
+    ("49995000", "\\boxed{\\binom{10000}{2}}"), ("2^{12345}-1", "\\boxed{2^{12345} - 1}"), ("$9^{9^9}$", "9^{9^{9}}"),
     ("10^{10^{10}}", "\\boxed{10^{10^{10}}}"), ("e^{x^2}", "\\boxed{e^{x^{2}}}"), ("2^{100}", "\\boxed{4^{50}}"),
     ("\\frac{1}{2}", "so \\boxed{0.5}"), ("\\frac{1}{2}", "so \\boxed{\\frac{2}{4}}"),
     ("\\boxed{12}", "\\boxed{12} as said, \\boxed{12}"), ("$x^2+1$", "\\boxed{1+x^2}"), ("7", "The sum is\n$7$"),

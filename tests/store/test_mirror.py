@@ -50,6 +50,22 @@ def test_the_first_machine_goes_on_from_what_the_second_left_and_never_removes_i
     assert again.restore() == 900 and first.newest_valid()[0] == 900
 
 
+def test_with_a_checkpoint_here_a_store_that_is_away_is_not_waited_for(store, tmp_path, monkeypatch):
+    here = Checkpoints(tmp_path / "a")
+    save(here, 100)
+
+    def away(*arguments):
+        raise StoreError("away")
+
+    mirror = store.mirror(KEY, here.path)
+    monkeypatch.setattr(mirror, "_steps", away)
+    assert mirror.restore() is None and here.newest_valid()[0] == 100
+    with pytest.raises(StoreError, match="away"):
+        other = store.mirror(KEY, tmp_path / "b")
+        monkeypatch.setattr(other, "_steps", away)
+        other.restore()
+
+
 def test_a_damaged_or_half_copied_one_gives_way_to_the_one_before(store, tmp_path, caplog):
     here, mirror = Checkpoints(tmp_path / "a"), store.mirror(KEY, tmp_path / "a")
     save(here, 10)

@@ -185,8 +185,7 @@ class Controller:
         if step <= checks.FIRST_STEPS and rollout.is_sampled and self._config.has_trainer:
             if step == 1:
                 checks.warn_of_first_step(values, batch, max_new_tokens=rollout.max_new_tokens)
-            # Else those that end first are the short ones.
-            if rollout.order == "prompt" and not rollout.partial_rollout_tokens:
+            if rollout.order == "prompt" and not rollout.partial_rollout_tokens:  # else short ones end first
                 self._first = checks.warn_of_fall(step, self._first, interval_of(batch.all_rollouts))
         if rollout.is_sampled:
             values |= batches.staleness_metrics(batch.trained, versions)
