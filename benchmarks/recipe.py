@@ -68,7 +68,7 @@ def _table(options: argparse.Namespace) -> list[str]:
         f"momentum {plain('momentum_warmup')}",
         f"normuon {plain('name')}",
         "pocket",
-        f"pocket-fewer horizon_tokens={fewer}",
+        f"fewer horizon_tokens={fewer}",
     ]
 
 

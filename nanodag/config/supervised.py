@@ -237,8 +237,8 @@ class SupervisedStage(TrainedStage):
             raise ValueError(
                 f"benchmark {refused[0]!r}: CORE is asked by core_every, and what a judge compares by an eval stage"
             )
-        is_held_out = any(source.held_out for source in self.data)
-        if self.patience and not (self.validation_tokens and is_held_out):
+        if self.patience and not self.measures_held_out:
+            is_held_out = any(source.held_out for source in self.data)
             why = f"validation_tokens is {self.validation_tokens}" if is_held_out else "no source of data has held_out"
             raise ValueError(
                 f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "

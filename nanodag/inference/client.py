@@ -344,7 +344,7 @@ class SamplerClient(AbstractAsyncContextManager["SamplerClient"]):
             yield
         except LOST as error:
             message = f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}"
-            message += ", for request_timeout_s" if isinstance(error, aiohttp.SocketTimeoutError) else ""
+            message += " (request_timeout_s)" if isinstance(error, aiohttp.SocketTimeoutError) else ""
             raise SamplerLost(message.rstrip()) from error
 
 

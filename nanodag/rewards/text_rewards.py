@@ -142,10 +142,11 @@ def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     from math_verify import parse, verify  # in here: importing sympy takes half a second
 
     answer = _answer_of(completion)
-    bare, wanted = (re.sub(r"[\s{}$]", "", t or "") for t in (answer, _answer_of(prompt["answer"]) or prompt["answer"]))
+    asked = _answer_of(prompt["answer"]) or prompt["answer"]
+    bare, wanted = (re.sub(r"[\s{}$]", "", text or "") for text in (answer, asked))
     if answer is None or (_ENDLESS.search(bare) and bare != wanted):
         return right_or_wrong(False, "")
-    gold = _parsed(parse, _answer_of(prompt["answer"]) or prompt["answer"])
+    gold = _parsed(parse, asked)
     if not gold:
         raise ValueError(f"math-verify cannot read the prompt's answer {prompt['answer']!r:.80}")
     # Time limits of math-verify need the alarm signal; the pool's own limit covers all of this.

@@ -39,8 +39,7 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     predicted = {"depth": depth, "parameters": parameters, "tokens": tokens, "loss": loss, "core": core}
     ratios = [point["tokens"] / point["parameters"] for point in points]
     weak = [name for name, (value, low, high) in law.numbers.items() if high - low > value or value < NOTHING]
-    sizes = zip(("parameters", "tokens"), (parameters, tokens), strict=True)
-    larger, longer = (size / max(point[name] for point in points) for name, size in sizes)
+    larger, longer = (predicted[name] / max(point[name] for point in points) for name in ("parameters", "tokens"))
     cautions = []  # sentences on what the points leave open
     if weak:
         cautions.append(

@@ -117,7 +117,7 @@ def make_sweep(
         predicted = resolve(file, preset, [*overrides, f"{stage}.shape.depth={predict}"], machine=machine).pipeline
         check_sizes(sizes := [size_of(pipeline, stage) for pipeline in pipelines])
         if size_of(predicted, stage) in sizes:
-            raise ConfigError(f"--predict {predict}: a point trains that depth; name another one.")
+            raise ConfigError(f"--predict {predict}: a point trains that depth for as many tokens.")
     stages, points = _joined(pipelines, points, stage)
     made = base.model_copy(
         update={"stages": stages, "description": f"Sweep over {stage}, {counted(len(points), 'point')}"}
